@@ -474,3 +474,52 @@ def test_processors_that_do_more_are_refused(tmp_path, changes, message):
     """Catches a step of the processor that is left out."""
     with pytest.raises(DataError, match=message):
         settings_in(write_processor(tmp_path, **changes))
+
+
+def test_ranks_encode_large_images_at_the_same_time(prepared):
+    """Catches bins that are dealt to ranks by their tokens alone: three ranks then wait for the one that encodes."""
+    pictures = [{"bytes": base64.b64encode(picture(64, 16, seed=seed)).decode()} for seed in range(4)]
+    rows = [{"messages": ask({"base64": each["bytes"]}, text="What?")} for each in pictures]
+    of_image = 16
+    rows += [{"messages": ask(text="What?" + "?" * (of_image + 2 + index % 9))} for index in range(28)]
+    documents = prepared(rows)
+    bins = pack(documents.lengths, bin_len=int(documents.lengths.max()), strict_order=True)
+    patches = documents.image_patches()
+    with_images = np.flatnonzero(patches[:, 0])
+    assert len(bins) == 32
+    assert len(with_images) == 4
+    assert set(map(tuple, patches[with_images])) == {(64.0, 64.0**2)}
+    plan = DataPlan.one_pass(documents, bins, bins_per_step=32)
+    costly = {number for number in range(32) if bins.indices[bins.offsets[number]] in with_images}
+
+    def places(image_cost):
+        loaders = [
+            StepLoader(
+                documents,
+                bins,
+                plan,
+                micro_batch_size=1,
+                dp_rank=rank,
+                dp_size=4,
+                images=SETTINGS,
+                image_cost=image_cost,
+            )
+            for rank in range(4)
+        ]
+        split = [loader.bins_of_micro_batches(0) for loader in loaders]
+        return {index for each in split for index, members in enumerate(each) if costly & set(members.tolist())}
+
+    assert len(places((0.0, 0.0))) > 1
+    assert places((1.0, 0.0)) == {0}
+    assert places((0.0, 0.1)) == {0}
+
+
+def test_documents_without_images_count_no_patches(prepared):
+    """Catches a cost of images for text, and patches of another document after a selection."""
+    text = prepared([{"messages": ask()}, {"messages": ask(text="And now?")}])
+    assert text.image_patches() is None
+    mixed = prepared([{"messages": ask()}, {"messages": ask({"path": "a.png"}, {"path": "b.png"})}])
+    found = mixed.select(np.array([1, 0, 1]), "another order").image_patches()
+    areas = [image.grid.area for image in mixed.images(int(np.flatnonzero(mixed.image_patches()[:, 0])[0]))]
+    assert sorted(found[:, 0]) == [0, *[sum(areas)] * 2]
+    assert max(found[:, 1]) == sum(area**2 for area in areas)

@@ -40,6 +40,7 @@ from xorl.data.stream import (
 )
 from xorl.kernels.layout import row_multiple
 from xorl.train.architecture import Architecture
+from xorl.train.images import image_cost
 from xorl.train.output_dir import write_json
 
 logger = logging.getLogger(__name__)
@@ -302,6 +303,7 @@ def build_loader(
         # The relative cost of attention.
         pair_cost=1 / (12 * architecture.config.hidden_size),
         images=architecture.images,
+        image_cost=image_cost(architecture.config, config.train, config.lora),
     )
 
 

@@ -12,7 +12,7 @@ from xorl.config.data import DataConfig
 from xorl.config.local import LoraConfig, TrainConfig
 from xorl.config.options import changed_options, yaml_text
 from xorl.core.models import Decoder, DecoderConfig
-from xorl.core.models.flops import image_flops
+from xorl.core.models.flops import image_flops, training_flops
 from xorl.data import DataError
 from xorl.data.images import ImageSettings, has_image_processor, read_processor, settings_of
 from xorl.data.images.pixels import decoder_digest
@@ -150,6 +150,22 @@ def image_flops_of(module: Decoder) -> Callable[[Sequence[tuple[int, int]]], flo
         for parts in (encoder.tower, encoder.projectors)
     )
     return partial(image_flops, encoder.config, trains_tower=trains_tower, trains_projectors=trains_projectors)
+
+
+def image_cost(config: DecoderConfig, train: TrainConfig, lora: LoraConfig) -> tuple[float, float]:
+    """What encoding costs for each patch of an image, and for each pair of patches, in tokens of the decoder."""
+    images = config.images
+    if images is None:
+        return 0.0, 0.0
+    trains_tower = not train.freeze_encoders and not lora.enable_lora
+    side = images.merge_size
+    one, two = (
+        image_flops(images, [(side, width)], trains_tower=trains_tower, trains_projectors=not lora.enable_lora)
+        for width in (side, 2 * side)
+    )
+    patches, token = side**2, training_flops(config, [1])
+    pair = (two - 2 * one) / (2 * patches**2)
+    return (one / patches - pair * patches) / token, pair / token
 
 
 def lr_scales(module: Decoder, train: TrainConfig) -> Mapping[str, float]:

@@ -15,7 +15,7 @@ from xorl.data.images.table import StoredImage
 from xorl.data.mixture import Share, drawn_rows, num_drawn
 from xorl.data.receipt import Receipt
 from xorl.data.sources import shard_range
-from xorl.data.store import DocumentStore
+from xorl.data.store import DocumentStore, joined_patches
 
 
 class PreparedDocuments:
@@ -57,6 +57,11 @@ class PreparedDocuments:
         """The images of document `index`, in the order of their tokens."""
         store, row = self._locate(index)
         return store.images(row)
+
+    def image_patches(self) -> np.ndarray | None:
+        """[N, 2]: the patches of all images of each document, and the sum of their squares; None without images."""
+        found = joined_patches(self._stores)
+        return None if found is None else found[self._rows]
 
     def select(self, indices: np.ndarray, fingerprint: str) -> PreparedDocuments:
         """The documents `indices` in that order. The receipt still covers all documents."""

@@ -50,6 +50,8 @@ class Documents(Protocol):
 
     def images(self, index: int) -> Sequence[StoredImage]: ...
 
+    def image_patches(self) -> np.ndarray | None: ...
+
 
 class StepLoader:
     """The micro-batches of rank `dp_rank` of `dp_size`, step by step.
@@ -58,7 +60,8 @@ class StepLoader:
     batches. Micro-batches at the same index have similar costs on all ranks; `pair_cost` weighs attention against the
     rest (see bin_costs). `pin_memory` requires CUDA and is ignored without it, `prefetch_factor` requires workers.
     `images`: of a model with an image encoder, the settings with which `documents` were prepared. Every batch then has
-    images.
+    images. `image_cost`: what it costs to encode an image, in tokens of the decoder: for each patch, and for each pair
+    of patches.
 
     Raises ValueError unless `documents`, `bins` and `plan` were made from each other. Iterating raises DataError for an
     image that has changed, or that cannot be decoded.
@@ -81,6 +84,7 @@ class StepLoader:
         worker_start_method: StartMethod | None = None,
         pair_cost: float = PAIR_COST,
         images: ImageSettings | None = None,
+        image_cost: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         check_bins(documents.lengths, bins)
         if plan.num_bins != len(bins):
@@ -94,7 +98,9 @@ class StepLoader:
         self._micro_batch_size = micro_batch_size
         self._dp_rank = dp_rank
         self._dp_size = dp_size
-        self._costs = bin_costs(documents.lengths, bins, pair_cost)
+        patches = None if images is None else documents.image_patches()
+        more = None if patches is None else patches @ np.array(image_cost)
+        self._costs = bin_costs(documents.lengths, bins, pair_cost, more)
         self._batches = _MicroBatches(documents, bins, pad_to_multiple_of, images)
         self._num_workers = num_workers
         self._prefetch_factor = prefetch_factor or 2

@@ -73,6 +73,9 @@ class ScoredPairs:
     def images(self, index: int) -> Sequence[StoredImage]:
         return self.documents.images(index)
 
+    def image_patches(self) -> np.ndarray | None:
+        return self.documents.image_patches()
+
     def extras(self, index: int) -> dict[str, np.ndarray]:
         given = self.documents.extras(index)
         side = given[PREFERENCE]

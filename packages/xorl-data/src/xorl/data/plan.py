@@ -170,10 +170,16 @@ def check_start(start: int, num_steps: int) -> None:
         raise ValueError(f"start: {start} is not from 0 to {num_steps}, the number of steps")
 
 
-def bin_costs(lengths: np.ndarray, bins: Bins, pair_cost: float = PAIR_COST) -> np.ndarray:
-    """The training cost of each bin in tokens, [num_bins]: sum(len) + pair_cost * sum(len^2) over its documents."""
+def bin_costs(
+    lengths: np.ndarray, bins: Bins, pair_cost: float = PAIR_COST, more: np.ndarray | None = None
+) -> np.ndarray:
+    """The training cost of each bin in tokens, [num_bins]: sum(len) + pair_cost * sum(len^2) over its documents.
+
+    more: [N], what each document costs besides, such as the encoding of its images.
+    """
     packed = lengths[bins.indices].astype(np.float64)
-    return np.add.reduceat(packed + pair_cost * packed**2, bins.offsets[:-1]) if len(bins) else np.empty(0)
+    costs = packed + pair_cost * packed**2 + (0.0 if more is None else more[bins.indices])
+    return np.add.reduceat(costs, bins.offsets[:-1]) if len(bins) else np.empty(0)
 
 
 def split_step(costs: Sequence[float] | np.ndarray, *, dp_size: int, micro_batch_size: int) -> np.ndarray:

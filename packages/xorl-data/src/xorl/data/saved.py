@@ -109,6 +109,9 @@ class SavedStore:
     def images(self, row: int) -> list[StoredImage]:
         return []
 
+    def image_patches(self) -> np.ndarray | None:
+        return None
+
     def _locate(self, row: int) -> tuple[dict[str, np.ndarray], slice]:
         index = bisect_right(self._starts, row) - 1
         offsets, columns = self._batches[index]

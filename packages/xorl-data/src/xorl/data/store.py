@@ -51,6 +51,8 @@ class DocumentStore(Protocol):
 
     def images(self, row: int) -> list[StoredImage]: ...
 
+    def image_patches(self) -> np.ndarray | None: ...
+
 
 @dataclass(frozen=True)
 class StoreManifest:
@@ -164,6 +166,9 @@ class FlatStore:
     def images(self, row: int) -> list[StoredImage]:
         return self.image_table.of_document(row)
 
+    def image_patches(self) -> np.ndarray | None:
+        return self.image_table.patches(len(self.lengths)) if len(self.image_table.records) else None
+
     def _tokens(self, name: str, dtype: type[np.generic]) -> np.ndarray | _SplitArray:
         num = self.manifest.num_files
         arrays = [_mapped(self.folder / part, dtype) for part in _part_names(name, num)]
@@ -209,12 +214,25 @@ class PartedStore:
         part, local = self._locate(row)
         return part.images(local)
 
+    def image_patches(self) -> np.ndarray | None:
+        return joined_patches(self._parts)
+
     def _locate(self, row: int) -> tuple[FlatStore, int]:
         part = bisect_right(self._starts, row) - 1
         return self._parts[part], row - self._starts[part]
 
     def __reduce__(self) -> tuple[type[PartedStore], tuple[tuple[FlatStore, ...]]]:
         return PartedStore, (self._parts,)
+
+
+def joined_patches(stores: Sequence[DocumentStore]) -> np.ndarray | None:
+    """[N, 2]: `image_patches` of the documents of all stores in turn; None if none has images."""
+    found = [store.image_patches() for store in stores]
+    if all(each is None for each in found):
+        return None
+    return np.concatenate(
+        [np.zeros((len(store.lengths), 2)) if each is None else each for store, each in zip(stores, found, strict=True)]
+    )
 
 
 class FlatStoreWriter:
@@ -357,6 +375,9 @@ class SyntheticStore:
 
     def images(self, row: int) -> list[StoredImage]:
         return []
+
+    def image_patches(self) -> np.ndarray | None:
+        return None
 
     def __reduce__(self) -> tuple[type[SyntheticStore], tuple[int, int, int, str]]:
         return SyntheticStore, self._arguments

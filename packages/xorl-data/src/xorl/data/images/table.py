@@ -55,6 +55,12 @@ class ImageTable:
             np.array_equal(own, its) for own, its in ((self.records, other.records), (self.sources, other.sources))
         )
 
+    def patches(self, num_documents: int) -> np.ndarray:
+        """[num_documents, 2] float64: the patches of all images of each document, and the sum of their squares."""
+        areas = self.records["grid_height"].astype(np.float64) * self.records["grid_width"]
+        counts = [np.bincount(self.records["document"], each, num_documents) for each in (areas, areas**2)]
+        return np.stack(counts, -1)
+
     def of_document(self, number: int) -> list[StoredImage]:
         """The images of a document."""
         first, last = np.searchsorted(self.records["document"], [number, number + 1])
