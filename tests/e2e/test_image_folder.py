@@ -135,10 +135,9 @@ def test_without_images_the_encoder_is_not_used(folder: Path, run_ranks, caplog:
 
 
 REFUSED: Mapping[str, tuple[Mapping[str, object], str]] = {
-    "tensor parallel": ({"tensor_parallel_size": 2}, r"train\.tensor_parallel_size: 2, which is not supported"),
     "auto": (
         {"enable_gradient_checkpointing": True, "recompute_policy": "auto"},
-        r"train\.recompute_policy: auto does not measure encoders",
+        r"train\.recompute_policy: auto does not measure image encoders",
     ),
     "nothing": (
         {"freeze_projectors": True, "freeze_decoder": True},

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from layouts import MODELS as IMAGE_MODELS
 from layouts import run_config, steps
 from ranks import Launch, Launches
 from tiny_models import hf_config, write_config
@@ -33,9 +34,18 @@ from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
 
 NUM_EXPERTS = 4
+LARGE = {"hidden_size": 1152, "intermediate_size": 4304}
 FSDP = {"data_parallel_mode": "fsdp2"}
 DROPOUT = {"enable_lora": True, "lora_dropout": 0.2}
 RECOMPUTE = {**FSDP, "enable_gradient_checkpointing": True}
+# As large as those of real models, with their decoders narrow.
+LARGE_ENCODERS = {
+    name: {**values, "vision_config": {**values["vision_config"], **LARGE, **own}}
+    for name, values, own in (
+        ("images", IMAGE_MODELS["images"], {"depth": 27, "num_heads": 16, "deepstack_visual_indexes": [8, 16]}),
+        ("composed", IMAGE_MODELS["composed"], {"num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 336}),
+    )
+}
 # A model of more layers than a verification computes, and those for planted faults, which show in two.
 MODELS = {
     "deep": hf_config("qwen3", num_hidden_layers=6),
@@ -310,6 +320,21 @@ def test_a_verification_is_cut_down_and_says_what_it_leaves_out(folder: Path) ->
     assert read_architecture(cut.config.model).config.num_layers == 4
     whole = verify.Verification.of(config, is_full=True)
     assert read_architecture(whole.config.model).config.num_layers == 6
+
+
+@pytest.mark.parametrize("model", ["images", "composed"])
+def test_a_model_with_an_image_encoder_is_cut_down_and_gets_images(model: str, tmp_path: Path) -> None:
+    # Catches an encoder that stays as large as it is, and a verification on text alone.
+    write_config(tmp_path / model, LARGE_ENCODERS[model])
+    cut = verify.Verification.of(run_config(tmp_path, model, FSDP), is_full=False)
+    architecture = verify.read_verified(cut.config)
+    images = architecture.config.images
+    assert images is not None
+    assert architecture.images is not None
+    assert (images.num_blocks <= 4, images.width) == (True, 64)
+    mesh = SimpleNamespace(data=SimpleNamespace(rank=0, size=1), dims=SimpleNamespace(pp=1))
+    batches = verify.batches_of(0, 8, 384, cut.config, mesh, architecture.images)
+    assert sum(batch.images.num_images for batch in batches) == 18
 
 
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "ulysses", "ring"])

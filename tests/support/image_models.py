@@ -190,6 +190,10 @@ TOWER_SIZES: Mapping[str, object] = {
     "image_size": 3 * PATCH,
 }
 GRID = (3, 3)
+TEXT_OF_COMPOSED: Mapping[str, object] = {
+    **{key: value for key, value in TEXT.items() if key != "rope_parameters"},
+    "model_type": "qwen3",
+}
 
 
 def composed_config(tower: str, text: Mapping[str, object], *, tied: bool = False) -> transformers.PreTrainedConfig:
@@ -210,10 +214,7 @@ def make_composed_model(
 ) -> transformers.PreTrainedModel:
     """A model of a tower and a decoder in fp32; its norms and biases are neither 0 nor 1."""
     torch.manual_seed(0)
-    plain = {key: value for key, value in TEXT.items() if key != "rope_parameters"}
-    model = transformers.LlavaForConditionalGeneration(
-        composed_config(tower, text or {**plain, "model_type": "qwen3"}, tied=tied)
-    )
+    model = transformers.LlavaForConditionalGeneration(composed_config(tower, text or TEXT_OF_COMPOSED, tied=tied))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

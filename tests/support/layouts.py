@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from image_models import TEXT as TEXT_OF_IMAGES
+from image_models import TEXT_OF_COMPOSED, composed_config, image_config
 from placement import mesh_of
 from tiny_models import BESIDE, LATENT_EXPERTS, hf_config, write_config
 from xorl.ckpt.reader import source_shapes
@@ -57,6 +59,8 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, dict[str, object]] = {
     "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),
     "qwen3": hf_config("qwen3", num_attention_heads=8, num_key_value_heads=2, intermediate_size=64),
+    "images": {**image_config().to_dict(), "text_config": {**TEXT_OF_IMAGES, "intermediate_size": 96}},
+    "composed": composed_config("clip", {**TEXT_OF_COMPOSED, "intermediate_size": 96}).to_dict(),
     "one head": hf_config("llama", num_key_value_heads=1),
     # Four ranks can share its matrices in blocks of 16.
     "blocks": hf_config("qwen3", head_dim=16, intermediate_size=64),
@@ -405,6 +409,24 @@ LAYOUTS: dict[str, Layout] = {
     "dp 2, ulysses 2, ep 2": _layout(4, FEW_EXPERTS, **EP, **ULYSSES),
     "dp 2, ring 2, ep 4": _layout(4, FEW_EXPERTS, **RING, expert_parallel_size=4),
 }
+# Images stand anywhere in rows, also across the parts of ranks that share one; some rows have none.
+RUNS |= {
+    "images": Run("images", {"freeze_encoders": False}),
+    "images, frozen": Run("images", {**RECOMPUTE, "enable_reentrant": True}),
+    "images, QLoRA": Run("images", lora=QLORA),
+    "composed": Run("composed", {"freeze_encoders": False, **BY_OPERATION}),
+}
+IMAGES: dict[str, tuple[str, ...]] = {
+    "ddp 2": ("images",),
+    "fsdp 2": ("images", "images, frozen", "images, QLoRA", "composed"),
+    "ulysses 2": ("images",),
+    "ring 2": ("composed",),
+    "tp 2": ("images", "images, frozen", "images, QLoRA", "composed"),
+    "pp 2": ("images", "images, frozen", "images, QLoRA", "composed"),
+    "pp 2, hsdp 2": ("images",),
+    "pp 2, tp 2": ("images",),
+}
+LAYOUTS |= {name: replace(LAYOUTS[name], runs=(*LAYOUTS[name].runs, *runs)) for name, runs in IMAGES.items()}
 
 
 def write_models(folder: Path) -> Path:
@@ -450,7 +472,7 @@ def engine_for(config: Config, **train: object) -> Engine:
     """An engine over all ranks, with other options of `train`; the same weights for every layout. Collective."""
     runtime.seed_everything(0)
     config = config.model_copy(update={"train": config.train.model_copy(update=train)})
-    return build_engine(config, read_architecture(config.model), mesh_for(config), torch.device("cpu"))
+    return build_engine(config, verify.read_verified(config), mesh_for(config), torch.device("cpu"))
 
 
 def weights_of(engine: Engine, config: Config) -> dict[str, Tensor]:
@@ -476,7 +498,7 @@ def steps(
         AdaptiveNoise(engine.model.module, alpha=config.lora.aqn_alpha, seed=0).set_step(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "NUM_STEPS", NUM_STEPS_OF_MUON if config.train.optimizer == "muon" else num_steps)
-        return verify.take_steps(engine, config, read_architecture(config.model), num_bins)
+        return verify.take_steps(engine, config, verify.read_verified(config), num_bins)
 
 
 def run_in_layout(folder: Path, run: Run, train: Options, *, num_steps: int = NUM_STEPS) -> Result:

@@ -19,6 +19,7 @@ from xorl.data.images.coordinates import document_coordinates
 from xorl.data.images.pixels import decoder_digest, read_header, read_patches
 from xorl.data.images.size import Size, grid_of, num_tokens
 from xorl.data.inspect import text_segments, trained_texts
+from xorl.data.packing import Bins
 
 Image = pytest.importorskip("PIL.Image")  # an extra
 
@@ -479,11 +480,14 @@ def test_processors_that_do_more_are_refused(tmp_path, changes, message):
 def test_ranks_encode_large_images_at_the_same_time(prepared):
     """Catches bins that are dealt to ranks by their tokens alone: three ranks then wait for the one that encodes."""
     pictures = [{"bytes": base64.b64encode(picture(64, 16, seed=seed)).decode()} for seed in range(4)]
-    rows = [{"messages": ask({"base64": each["bytes"]}, text="What?")} for each in pictures]
-    of_image = 16
-    rows += [{"messages": ask(text="What?" + "?" * (of_image + 2 + index % 9))} for index in range(28)]
+    # By their tokens, the others are more expensive than some of those with images, and cheaper than others.
+    rows = [
+        {"messages": ask({"base64": each["bytes"]}, text="What?" + "?" * (9 * index))}
+        for index, each in enumerate(pictures)
+    ]
+    rows += [{"messages": ask(text="What?" + "?" * (18 + index))} for index in range(28)]
     documents = prepared(rows)
-    bins = pack(documents.lengths, bin_len=int(documents.lengths.max()), strict_order=True)
+    bins = Bins(np.arange(32), np.arange(33), int(documents.lengths.sum()), int(documents.lengths.max()))
     patches = documents.image_patches()
     with_images = np.flatnonzero(patches[:, 0])
     assert len(bins) == 32

@@ -108,16 +108,24 @@ def _some_of_each(kinds: Sequence[str], num_layers: int) -> Sequence[str]:
     return "".join(kept) if isinstance(kinds, str) else kept
 
 
+# Rotary parameters that say something of each channel pair: a factor, or which axis it rotates by.
+_BY_PAIR = ("long_factor", "mrope_section")
+
+
 def _cut_factors(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """Rotary parameters with factors for as many channel pairs as the heads of a config.json have."""
+    """Rotary parameters for as many channel pairs as the heads of a config.json have."""
     found: dict[str, object] = {}
     for key in ("rope_parameters", "rope_scaling"):
         rope = hf_config.get(key)
-        if not isinstance(rope, Mapping) or not isinstance(rope.get("long_factor"), list):
+        if not isinstance(rope, Mapping) or not any(isinstance(rope.get(each), list) for each in _BY_PAIR):
             continue
         width, heads = cast(int, hf_config["hidden_size"]), cast(int, hf_config["num_attention_heads"])
         head_dim = cast("int | None", hf_config.get("head_dim")) or width // heads
         fraction = cast(float, rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0)))
         num_pairs = int(head_dim * fraction) // 2
-        found[key] = {**rope, **{name: rope[name][:num_pairs] for name in ("short_factor", "long_factor")}}
+        of_pairs = {name: rope[name][:num_pairs] for name in ("short_factor", "long_factor") if name in rope}
+        if isinstance(sections := rope.get("mrope_section"), list):
+            later = [section * num_pairs // sum(sections) for section in sections[1:]]
+            of_pairs["mrope_section"] = [num_pairs - sum(later), *later]
+        found[key] = {**rope, **of_pairs}
     return found

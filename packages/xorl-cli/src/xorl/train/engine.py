@@ -442,16 +442,18 @@ def call_model(
     # Other modules than decoders take no further inputs.
     options: dict[str, object] = {name: layout.local(values) for name, values in batch.inputs.items()}
     if batch.images is not None:
-        options["images"] = image_input(batch.images, layout, device)
+        options["images"] = image_input(batch.images, layout, model.module, device)
     if model.mesh.dims.pp > 1:
         options |= {"received": received, "chunk": chunk}
     return model.forward(input_ids, layout, loss=lambda hidden, head: loss_fn(hidden, head, targets, layout), **options)
 
 
-def image_input(images: Images, layout: SequenceLayout, device: torch.device) -> ImageInput:
+def image_input(images: Images, layout: SequenceLayout, module: nn.Module, device: torch.device) -> ImageInput:
     """The images of a row for the model; `layout` is of this rank's part of it, whose places alone are named."""
     # On the host, so that nobody has to wait for the device.
     of_tokens = layout.local(images.features)
+    if isinstance(module, Decoder):
+        of_tokens = module.ranks.local(of_tokens)
     places = torch.nonzero(of_tokens >= 0)[:, 0]
     features = of_tokens[places]
     return ImageInput(

@@ -77,16 +77,8 @@ def check_image_model(config: DecoderConfig, train: TrainConfig, lora: LoraConfi
                 f"train.{name}: {yaml_text(value)}, but the model has no image encoder; leave it at {shown}"
             )
         return
-    for name, size in (
-        ("tensor_parallel_size", train.tensor_parallel_size),
-        ("pipeline_parallel_size", train.pipeline_parallel_size),
-    ):
-        if size > 1:
-            raise ValueError(f"train.{name}: {size}, which is not supported for models that read images; use 1")
     if train.enable_gradient_checkpointing and train.recompute_policy == "auto":
         raise ValueError("train.recompute_policy: auto does not measure image encoders; use module or operation")
-    if lora.enable_qlora:
-        raise ValueError("lora.enable_qlora: true, which is not supported for models that read images; set it to false")
     if lora.enable_lora:
         for name, value, default in changed_options(train, ENCODER_AND_DECODER):
             raise ValueError(

@@ -9,6 +9,7 @@ from xorl.config.local import TrainConfig
 from xorl.config.options import yaml_text
 from xorl.core.models import DecoderConfig
 from xorl.core.models.decoder_config import ExpertsConfig
+from xorl.core.models.stages import layers_needed
 from xorl.core.nn.ulysses import check_heads
 from xorl.kernels.layout import RankGroup
 from xorl.kernels.vocabulary import Vocabulary
@@ -83,11 +84,13 @@ def _listed(numbers: set[int], separator: str = ", ") -> str:
 def check_stages(config: DecoderConfig, train: TrainConfig) -> None:
     """Raise ValueError unless the model has a layer for each stage of a pipeline."""
     num_stages, num_chunks = train.pipeline_parallel_size, chunks_of(train)
-    if num_stages > 1 and num_stages * num_chunks > config.num_layers:
-        works = max(config.num_layers // num_chunks, 1)
+    wanted = layers_needed(config, num_stages * num_chunks)
+    if num_stages > 1 and wanted > config.num_layers:
+        spare = layers_needed(config, 1) - 1
+        works = max((config.num_layers - spare) // num_chunks, 1)
         needed = f", {num_chunks} for each stage with train.pipeline_parallel_schedule: Interleaved1F1B"
         raise ValueError(
-            f"train.pipeline_parallel_size: {num_stages} stages need at least {num_stages * num_chunks} layers"
+            f"train.pipeline_parallel_size: {num_stages} stages need at least {wanted} layers"
             f"{needed if num_chunks > 1 else ''}, but the model has {config.num_layers}; the nearest size that works "
             f"is {works}"
         )

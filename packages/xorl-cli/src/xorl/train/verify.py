@@ -39,6 +39,7 @@ from xorl.core.models.initial import fill_normal_, key_of
 from xorl.core.nn.share import pieces, shares_of
 from xorl.data import PackedBatch
 from xorl.data.batch import IGNORE, PREFERENCE, Column, Document, collate
+from xorl.data.images import ImageSettings
 from xorl.data.pairs import CROSSED, REFERENCE
 from xorl.lora import adapters
 from xorl.train.architecture import Architecture
@@ -51,6 +52,7 @@ from xorl.train.model_source import read_architecture
 from xorl.train.parallel_sizes import chunks_of
 from xorl.train.preference import Preference, preference_loss
 from xorl.train.startup import parallel_dims
+from xorl.train.verify_images import cut_images, with_images, with_random_images
 
 ValueT = TypeVar("ValueT")
 # Relative to the norm. AdamW's steps depend on the signs of tiny gradients, so later losses differ more.
@@ -139,11 +141,6 @@ class Verification:
         train, lora, model = config.train, config.lora, config.model
         architecture = read_architecture(model, train.load_weights_mode)
         sketch_model(architecture, model, train, lora)
-        if architecture.config.images is not None and not is_full:
-            raise ValueError(
-                "model: models that read images are not cut down to be verified; use --full, which verifies the "
-                "language model on text"
-            )
         cut = {} if is_full else _cut(architecture, train)
         attention = "auto" if model.attn_implementation.startswith("flash_attention") else model.attn_implementation
         replaced: dict[str, dict[str, object]] = {
@@ -168,6 +165,12 @@ class Verification:
         replaced["model"] |= {
             "config_path": model.config_path or model.model_path,
             "model_path": None,
+            "encoders": {
+                kind: encoder.model_copy(
+                    update={"model_path": None, "config_path": encoder.config_path or encoder.model_path}
+                )
+                for kind, encoder in model.encoders.items()
+            },
             "foundation": {**model.foundation, **cut},
         }
         sections = {"train": train, "lora": lora, "model": model}
@@ -225,7 +228,7 @@ def measure(config: Config, folder: Path, num_bins: int, dropout: float = 0.0) -
     With `dropout`, also those with dropout, with and without recomputation, into the folders RECOMPUTED and KEPT.
     """
     joined = runtime.init()
-    architecture = read_architecture(config.model)
+    architecture = read_verified(config)
     variants = {folder: config}
     if dropout:
         dropped = with_dropout(config, dropout)
@@ -239,6 +242,12 @@ def measure(config: Config, folder: Path, num_bins: int, dropout: float = 0.0) -
     runtime.shutdown()
 
 
+def read_verified(config: Config) -> Architecture:
+    """The architecture, with random images for a model that reads images, unless the run is on pairs of answers."""
+    architecture = read_architecture(config.model)
+    return architecture if preference_loss(config) is not None else with_random_images(architecture)
+
+
 def take_steps(engine: Engine, config: Config, architecture: Architecture, num_bins: int) -> Result:
     """Train for a few steps of `num_bins` bins. Collective."""
     module, mesh = engine.model.module, engine.model.mesh
@@ -250,7 +259,8 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
     gradients: dict[str, Tensor] = {}
     grad_norm = 0.0
     for step in range(NUM_STEPS):
-        batches: Sequence[PackedBatch] = batches_of(step, num_bins, architecture.config.vocab_size, config, mesh)
+        vocab_size, images = architecture.config.vocab_size, architecture.images
+        batches: Sequence[PackedBatch] = batches_of(step, num_bins, vocab_size, config, mesh, images)
         if preference is not None:
             batches = preference.prepare(batches)
         summed = engine.forward_backward(batches, loss_fn)
@@ -291,6 +301,10 @@ def _cut(architecture: Architecture, train: TrainConfig) -> dict[str, object]:
         train.tensor_parallel_size,
         train.pipeline_parallel_size * chunks_of(train),
     )
+    if architecture.config.images is not None:
+        vocab_size = cut.get("vocab_size", architecture.config.vocab_size)
+        assert isinstance(vocab_size, int), "a number of rows"
+        cut |= cut_images(architecture.hf_config, cut, vocab_size)
     others = {key: value for key, value in cut.items() if key != "pad_token_id"}
     if cut.get("pad_token_id") is None:
         # It matters only in families with a padding id that the small vocabulary lacks.
@@ -320,13 +334,16 @@ def _draw(module: Decoder) -> None:
             fill_normal_(part, std=0.1, key=key_of(0, adapter.name, shape), shape=shape, offset=box.offset)
 
 
-def batches_of(step: int, num_bins: int, vocab_size: int, config: Config, mesh: Mesh) -> list[PackedBatch]:
+def batches_of(
+    step: int, num_bins: int, vocab_size: int, config: Config, mesh: Mesh, images: ImageSettings | None = None
+) -> list[PackedBatch]:
     """This rank's micro-batches of a step: rows of uneven documents, of which some tokens are not trained.
 
+    images: with which most documents have a random image.
     For losses of pairs, each document is a pair of answers, with random scores of an initial model.
     """
     loss = preference_loss(config)
-    bins = [_bin(step * num_bins + index, vocab_size) for index in range(num_bins)]
+    bins = [_bin(step * num_bins + index, vocab_size, images) for index in range(num_bins)]
     bins = bins if loss is None else [[_pair(document) for document in documents] for documents in bins]
     own = bins[mesh.data.rank :: mesh.data.size]
     # More than stages, so that several are in flight.
@@ -336,18 +353,25 @@ def batches_of(step: int, num_bins: int, vocab_size: int, config: Config, mesh: 
     multiple = padding_multiple(config)
     columns = {} if loss is None else {name: Column() for name in (PREFERENCE, REFERENCE, CROSSED)}
     return [
-        collate(list(chain.from_iterable(own[start : start + size])), pad_to_multiple_of=multiple, columns=columns)
+        collate(
+            list(chain.from_iterable(own[start : start + size])),
+            pad_to_multiple_of=multiple,
+            columns=columns,
+            images=images,
+        )
         for start in range(0, len(own), size)
     ]
 
 
-def _bin(index: int, vocab_size: int) -> list[Document]:
+def _bin(index: int, vocab_size: int, images: ImageSettings | None) -> list[Document]:
     generator = torch.Generator().manual_seed(index)
     documents: list[Document] = []
     for length in (3 + index % 7, 17, 40 + index % 5):
         ids = torch.randint(vocab_size, (length,), generator=generator)
         is_trained = torch.rand(length, generator=generator) < 0.2 + 0.1 * (index % 8)
         documents.append(Document(ids.numpy(), torch.where(is_trained, ids, IGNORE).numpy()))
+    if images is not None:
+        documents = [with_images(each, images, 3 * index + number) for number, each in enumerate(documents)]
     return documents
 
 

@@ -134,7 +134,7 @@ class Decoder(nn.Module):
         elif not stage.is_first:
             trunk.embed_tokens = None
         if not stage.is_first:
-            trunk.embed_positions = None
+            trunk.embed_positions = self.encoder = None
 
     def received(self, num_tokens: int, num_documents: int, chunk: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of what `forward` takes from the stage before for a chunk: in compute_dtype, then in fp32.
@@ -247,7 +247,7 @@ class Decoder(nn.Module):
         before, *sums = received or (None,)
         layers, is_end = self.stage.chunks[chunk], self.stage.ends(chunk)
         placed = None
-        if images is not None:
+        if images is not None and self.stage.begins(chunk):
             if self.encoder is None:
                 raise ValueError("images: the model has no image encoder; leave them out")
             placed = self.encoder.placed(images, self.compute_dtype)

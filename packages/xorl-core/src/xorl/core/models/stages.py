@@ -38,17 +38,26 @@ class Stage:
         return self.is_last and chunk == len(self.chunks) - 1
 
 
+def layers_needed(config: DecoderConfig, num_parts: int) -> int:
+    """The fewest layers that can be divided into so many parts: all that features of images are added after are in one.
+
+    That is the first part, which has the image encoder.
+    """
+    taps = () if config.images is None else config.images.taps
+    return max(1, len(taps)) + num_parts - 1
+
+
 def stages_of(config: DecoderConfig, num_stages: int, length: int, num_chunks: int = 1) -> list[Stage]:
     """The stages of a pipeline, each with `num_chunks` chunks.
 
     No other division into consecutive layers makes the slowest chunk faster, by the forward FLOPs of a document of
-    `length` tokens; the head counts, and the embedding does not.
+    `length` tokens; the head counts, and the embedding and image encoders do not.
 
-    Raises ValueError if there are fewer layers than chunks.
+    Raises ValueError if there are fewer layers than `layers_needed`.
     """
     layers, head = forward_costs(config, length)
-    num_parts = num_stages * num_chunks
-    if len(layers) < num_parts:
+    num_parts, in_first = num_stages * num_chunks, layers_needed(config, 1)
+    if len(layers) < layers_needed(config, num_parts):
         raise ValueError(f"num_stages: {len(layers)} layers cannot be divided into {num_parts} parts")
     before = [0.0, *accumulate(layers)]
     # By the number of layers divided so far: the cost of the slowest part, and where the parts end.
@@ -60,6 +69,7 @@ def stages_of(config: DecoderConfig, num_stages: int, length: int, num_chunks: i
                 (
                     (max(best[start][0], before[stop] - before[start] + extra), (*best[start][1], stop))
                     for start in range(stop)
+                    if part or stop >= in_first
                 ),
                 default=(float("inf"), ()),
             )
