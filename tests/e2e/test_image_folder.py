@@ -16,9 +16,13 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTra
 from image_models import DOCUMENTS, MEAN, logits_of, make_image_decoder, make_image_model, packed
 from image_runs import image_run, write_image_folder, write_image_rows
 from xorl.config import config_from_mapping
+from xorl.core.loss import cross_entropy
 from xorl.lora import AdapterSpec, adapters, inject
 from xorl.train import build_run, train
+from xorl.train.bench.image_peers import ImagePeer
+from xorl.train.bench.peers import Peer
 from xorl.train.images import image_flops_of
+from xorl.train.model_source import read_architecture
 
 NUM_STEPS = 2
 
@@ -177,3 +181,40 @@ def test_rows_are_json_with_images(folder: Path) -> None:
     # Catches rows of this file without images, with which the other tests would show nothing.
     rows = [json.loads(line) for line in (folder / "data" / "rows.jsonl").read_text().splitlines()]
     assert sum("image" in json.dumps(row) for row in rows) == 8
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("own_attention", [False, True])
+def test_a_peer_of_a_benchmark_trains_the_same_model(folder: Path, run_ranks, own_attention: bool) -> None:
+    # Catches a peer that attends over documents, reads other patches or positions, or trains other parts: faster, and
+    # not the same work.
+    options = {"freeze_encoders": False, "data_parallel_mode": "none"}
+
+    def losses() -> tuple[float, float, set[str], float, float]:
+        config = config_from_mapping(image_run(folder, folder / "output", max_steps=1, **options)).config
+        ours = build_run(config)
+        _, batches = next(ours.loader.steps())
+        wanted = ours.engine.forward_backward(batches, cross_entropy)
+        architecture = read_architecture(config.model)
+        with Peer.parse("transformers").engine_maker() as make:
+            peer = make(config, architecture, ours.engine.model.mesh, torch.device("cpu"))
+        model = peer.model.module
+        model.load_state_dict(opened(folder / "model").state_dict())
+        if own_attention:
+            # As with the kernels of a GPU: one call for all images.
+            ImagePeer(architecture.config.images, config.train, torch.device("cpu")).prepare_(model, has_attention=True)
+        found = peer.forward_backward(batches, cross_entropy)
+        gradient = model.model.visual.patch_embed.proj.weight.grad * sum(batch.num_trained_tokens for batch in batches)
+        mine = ours.engine.model.module.encoder.patches.weight.grad
+        return (
+            float(found.loss_sum),
+            float(wanted.loss_sum),
+            {name for name, each in model.named_parameters() if each.grad is None},
+            float(gradient.norm()),
+            float(mine.norm()),
+        )
+
+    [(found, wanted, untrained, gradient, own)] = run_ranks(losses, 1)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert untrained == set()
+    assert gradient == pytest.approx(own, rel=1e-4)
