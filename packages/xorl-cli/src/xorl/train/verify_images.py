@@ -34,13 +34,14 @@ def with_random_images(architecture: Architecture) -> Architecture:
     images = architecture.config.images
     if images is None:
         return architecture
+    side = images.side * images.patch_size
     settings = ImageSettings(
         placeholder=images.placeholder,
         patch_size=images.patch_size,
         merge_size=images.merge_size,
         min_pixels=None if images.is_fixed else (images.patch_size * images.merge_size) ** 2,
         max_pixels=None if images.is_fixed else (images.patch_size * images.merge_size) ** 2,
-        fixed_size=(images.side * images.patch_size,) * 2 if images.is_fixed else None,
+        fixed_size=(side, side) if images.is_fixed else None,
         crops=False,
         resample="bicubic",
         mean=(0.5, 0.4, 0.3),
