@@ -83,6 +83,33 @@ def test_an_image_changes_its_own_document_alone() -> None:
     assert (row_of(decoder, [twin])[0] - row_of(decoder, [exchanged])[0]).abs().max() > 1e-3
 
 
+def test_coordinates_change_no_other_document() -> None:
+    # Catches borders of documents, or a mask, that are taken from coordinates.
+    decoder, _ = make_image_decoder(make_image_model())
+    ids, layout, options = packed(DOCUMENTS)
+    lengths = [len(document.ids) for document in DOCUMENTS]
+    coordinates = options["coordinates"].clone()
+    coordinates[: lengths[0]] = torch.randint(50, (lengths[0], 3), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        before = decoder(ids, layout, **options).split(lengths)
+        after = decoder(ids, layout, **options | {"coordinates": coordinates}).split(lengths)
+    assert not torch.equal(before[0], after[0])
+    assert all(torch.equal(one, other) for one, other in zip(before[1:], after[1:], strict=True))
+
+
+def test_what_stands_for_images_is_not_read_and_gets_no_gradient() -> None:
+    # Catches features that are added to the embedding of the placeholder, and a row that is trained by its inputs.
+    decoder, _ = make_image_decoder(make_image_model())
+    ids, layout, options = packed(DOCUMENTS)
+    found = decoder(ids, layout, **options)
+    found.sum().backward()
+    gradient = decoder.model.embed_tokens.weight.grad
+    assert not gradient[IMAGE].any()
+    assert gradient[ids[ids != IMAGE]].any()
+    other = torch.where(ids == IMAGE, 91, ids)
+    assert torch.equal(decoder(other, layout, **options), found)
+
+
 def test_every_tap_counts_and_lands_at_the_tokens_of_images() -> None:
     # Catches taps that are lost, exchanged, or added to text.
     decoder, _ = make_image_decoder(make_image_model())

@@ -196,7 +196,9 @@ TEXT_OF_COMPOSED: Mapping[str, object] = {
 }
 
 
-def composed_config(tower: str, text: Mapping[str, object], *, tied: bool = False) -> transformers.PreTrainedConfig:
+def composed_config(
+    tower: str, text: Mapping[str, object], *, tied: bool = False, **changes: object
+) -> transformers.PreTrainedConfig:
     values, strategy = TOWERS[tower]
     return transformers.LlavaConfig(
         text_config={**text, "tie_word_embeddings": tied},
@@ -206,15 +208,25 @@ def composed_config(tower: str, text: Mapping[str, object], *, tied: bool = Fals
         vision_feature_select_strategy=strategy,
         tie_word_embeddings=tied,
         architectures=["LlavaForConditionalGeneration"],
+        **changes,
     )
 
 
+# By name, config.json of both kinds, for layouts; their widths suit ranks that share matrices and quantisation.
+IMAGE_MODELS: Mapping[str, dict[str, object]] = {
+    "images": {**image_config().to_dict(), "text_config": {**TEXT, "intermediate_size": 96}},
+    "composed": composed_config("clip", {**TEXT_OF_COMPOSED, "intermediate_size": 96}).to_dict(),
+}
+
+
 def make_composed_model(
-    tower: str, text: Mapping[str, object] | None = None, *, tied: bool = False
+    tower: str, text: Mapping[str, object] | None = None, *, tied: bool = False, **changes: object
 ) -> transformers.PreTrainedModel:
     """A model of a tower and a decoder in fp32; its norms and biases are neither 0 nor 1."""
     torch.manual_seed(0)
-    model = transformers.LlavaForConditionalGeneration(composed_config(tower, text or TEXT_OF_COMPOSED, tied=tied))
+    model = transformers.LlavaForConditionalGeneration(
+        composed_config(tower, text or TEXT_OF_COMPOSED, tied=tied, **changes)
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

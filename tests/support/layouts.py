@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from image_models import TEXT as TEXT_OF_IMAGES
-from image_models import TEXT_OF_COMPOSED, composed_config, image_config
+from image_models import IMAGE_MODELS
 from placement import mesh_of
 from tiny_models import BESIDE, LATENT_EXPERTS, hf_config, write_config
 from xorl.ckpt.reader import source_shapes
@@ -59,8 +58,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, dict[str, object]] = {
     "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),
     "qwen3": hf_config("qwen3", num_attention_heads=8, num_key_value_heads=2, intermediate_size=64),
-    "images": {**image_config().to_dict(), "text_config": {**TEXT_OF_IMAGES, "intermediate_size": 96}},
-    "composed": composed_config("clip", {**TEXT_OF_COMPOSED, "intermediate_size": 96}).to_dict(),
+    **IMAGE_MODELS,
     "one head": hf_config("llama", num_key_value_heads=1),
     # Four ranks can share its matrices in blocks of 16.
     "blocks": hf_config("qwen3", head_dim=16, intermediate_size=64),
@@ -410,22 +408,15 @@ LAYOUTS: dict[str, Layout] = {
     "dp 2, ring 2, ep 4": _layout(4, FEW_EXPERTS, **RING, expert_parallel_size=4),
 }
 # Images stand anywhere in rows, also across the parts of ranks that share one; some rows have none.
-RUNS |= {
+OF_IMAGES = {
     "images": Run("images", {"freeze_encoders": False}),
     "images, frozen": Run("images", {**RECOMPUTE, "enable_reentrant": True}),
     "images, QLoRA": Run("images", lora=QLORA),
     "composed": Run("composed", {"freeze_encoders": False, **BY_OPERATION}),
 }
-IMAGES: dict[str, tuple[str, ...]] = {
-    "ddp 2": ("images",),
-    "fsdp 2": ("images", "images, frozen", "images, QLoRA", "composed"),
-    "ulysses 2": ("images",),
-    "ring 2": ("composed",),
-    "tp 2": ("images", "images, frozen", "images, QLoRA", "composed"),
-    "pp 2": ("images", "images, frozen", "images, QLoRA", "composed"),
-    "pp 2, hsdp 2": ("images",),
-    "pp 2, tp 2": ("images",),
-}
+RUNS |= OF_IMAGES
+IMAGES = dict.fromkeys(("fsdp 2", "tp 2", "pp 2"), tuple(OF_IMAGES)) | {"ring 2": ("composed",)}
+IMAGES |= dict.fromkeys(("ddp 2", "ulysses 2", "pp 2, hsdp 2", "pp 2, tp 2"), ("images",))
 LAYOUTS |= {name: replace(LAYOUTS[name], runs=(*LAYOUTS[name].runs, *runs)) for name, runs in IMAGES.items()}
 
 

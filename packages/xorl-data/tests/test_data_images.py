@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -527,3 +529,11 @@ def test_documents_without_images_count_no_patches(prepared):
     areas = [image.grid.area for image in mixed.images(int(np.flatnonzero(mixed.image_patches()[:, 0])[0]))]
     assert sorted(found[:, 0]) == [0, *[sum(areas)] * 2]
     assert max(found[:, 1]) == sum(area**2 for area in areas)
+
+
+def test_text_needs_no_pillow():
+    """Catches an import that every run of text pays for, and that fails where the extra is not installed."""
+    code = (
+        "import sys; import xorl.data, xorl.data.images.batch, xorl.data.images.expand; sys.exit('PIL' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

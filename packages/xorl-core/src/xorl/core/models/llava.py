@@ -63,6 +63,8 @@ _TOWERS: Mapping[str, tuple[str, float, str, bool]] = MappingProxyType(
 )
 # Keys of towers that only concern parts of them that are not used, or training from scratch.
 _INERT = ("projection_dim", "vision_use_head", "initializer_factor", "initializer_range", "vocab_size")
+# Keys that early files repeat from the decoder, or that concern labels.
+_OF_TEXT = ("vocab_size", "ignore_index")
 DEFAULT_LAYER = -2
 # What names of a tower begin with in the files of a larger model, which has other parts.
 _IN_LARGER = "vision_model."
@@ -95,7 +97,7 @@ def _read(text: ModelSpec, values: Mapping[str, object]) -> DecoderConfig:
         hf.has(key)
     config = _read_decoder(text, hf, text_values(values))
     config = replace(config, images=_read_images(hf, config.hidden_size))
-    hf.finish()
+    hf.finish(inert=_OF_TEXT)
     return config
 
 
