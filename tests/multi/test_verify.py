@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from layouts import MODELS as IMAGE_MODELS
+from image_models import IMAGE_MODELS
 from layouts import run_config, steps
 from ranks import Launch, Launches
 from tiny_models import hf_config, write_config

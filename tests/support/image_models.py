@@ -212,7 +212,8 @@ def composed_config(
     )
 
 
-# By name, config.json of both kinds, for layouts; their widths suit ranks that share matrices and quantisation.
+# By name, config.json of both kinds, for layouts; their widths suit ranks that share matrices and quantisation. Images
+# stand anywhere in rows, also across the parts of ranks that share one, and some rows have none.
 IMAGE_MODELS: Mapping[str, dict[str, object]] = {
     "images": {**image_config().to_dict(), "text_config": {**TEXT, "intermediate_size": 96}},
     "composed": composed_config("clip", {**TEXT_OF_COMPOSED, "intermediate_size": 96}).to_dict(),

@@ -407,7 +407,6 @@ LAYOUTS: dict[str, Layout] = {
     "dp 2, ulysses 2, ep 2": _layout(4, FEW_EXPERTS, **EP, **ULYSSES),
     "dp 2, ring 2, ep 4": _layout(4, FEW_EXPERTS, **RING, expert_parallel_size=4),
 }
-# Images stand anywhere in rows, also across the parts of ranks that share one; some rows have none.
 OF_IMAGES = {
     "images": Run("images", {"freeze_encoders": False}),
     "images, frozen": Run("images", {**RECOMPUTE, "enable_reentrant": True}),
