@@ -212,11 +212,30 @@ def composed_config(
     )
 
 
-# By name, config.json of both kinds, for layouts; their widths suit ranks that share matrices and quantisation. Images
-# stand anywhere in rows, also across the parts of ranks that share one, and some rows have none.
+# By name, config.json of both kinds, for layouts; their widths suit ranks that share matrices and quantisation.
 IMAGE_MODELS: Mapping[str, dict[str, object]] = {
     "images": {**image_config().to_dict(), "text_config": {**TEXT, "intermediate_size": 96}},
     "composed": composed_config("clip", {**TEXT_OF_COMPOSED, "intermediate_size": 96}).to_dict(),
+}
+
+
+# By name: a model, options of training, and of adapters. Images stand anywhere in rows, also across the parts of ranks
+# that share one, and some rows have none.
+RECOMPUTE = {"enable_gradient_checkpointing": True}
+IMAGE_RUNS: Mapping[str, tuple[str, Mapping[str, object], Mapping[str, object]]] = {
+    "images": ("images", {"freeze_encoders": False}, {}),
+    "images, frozen": ("images", {**RECOMPUTE, "enable_reentrant": True}, {}),
+    "images, QLoRA": (
+        "images",
+        {},
+        {"enable_lora": True, "lora_rank": 4, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16},
+    ),
+    "composed": ("composed", {**RECOMPUTE, "freeze_encoders": False, "recompute_policy": "operation"}, {}),
+}
+IMAGE_LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("fsdp 2", "tp 2", "pp 2"), tuple(IMAGE_RUNS)),
+    **dict.fromkeys(("ddp 2", "ulysses 2", "pp 2, hsdp 2", "pp 2, tp 2"), ("images",)),
+    "ring 2": ("composed",),
 }
 
 

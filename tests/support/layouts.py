@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from image_models import IMAGE_MODELS
+from image_models import IMAGE_LAYOUTS, IMAGE_MODELS, IMAGE_RUNS
 from placement import mesh_of
 from tiny_models import BESIDE, LATENT_EXPERTS, hf_config, write_config
 from xorl.ckpt.reader import source_shapes
@@ -407,16 +407,8 @@ LAYOUTS: dict[str, Layout] = {
     "dp 2, ulysses 2, ep 2": _layout(4, FEW_EXPERTS, **EP, **ULYSSES),
     "dp 2, ring 2, ep 4": _layout(4, FEW_EXPERTS, **RING, expert_parallel_size=4),
 }
-OF_IMAGES = {
-    "images": Run("images", {"freeze_encoders": False}),
-    "images, frozen": Run("images", {**RECOMPUTE, "enable_reentrant": True}),
-    "images, QLoRA": Run("images", lora=QLORA),
-    "composed": Run("composed", {"freeze_encoders": False, **BY_OPERATION}),
-}
-RUNS |= OF_IMAGES
-IMAGES = dict.fromkeys(("fsdp 2", "tp 2", "pp 2"), tuple(OF_IMAGES)) | {"ring 2": ("composed",)}
-IMAGES |= dict.fromkeys(("ddp 2", "ulysses 2", "pp 2, hsdp 2", "pp 2, tp 2"), ("images",))
-LAYOUTS |= {name: replace(LAYOUTS[name], runs=(*LAYOUTS[name].runs, *runs)) for name, runs in IMAGES.items()}
+RUNS |= {name: Run(*each) for name, each in IMAGE_RUNS.items()}
+LAYOUTS |= {name: replace(LAYOUTS[name], runs=(*LAYOUTS[name].runs, *runs)) for name, runs in IMAGE_LAYOUTS.items()}
 
 
 def write_models(folder: Path) -> Path:
