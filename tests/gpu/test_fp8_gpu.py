@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tiny_models import hf_config, write_config
 from xorl.core.nn import Linear
 from xorl.core.nn.fp8 import Fp8Linear, convert_linears
 from xorl.kernels.quant import fp8
@@ -48,6 +49,8 @@ def test_kernels_cast_as_their_twins_to_the_bit(shape, dtype, fp8_dtype):
         assert_bitwise(fp8.cast_rowwise(on_gpu, fp8_dtype), fp8.cast_rowwise(x, fp8_dtype))
         assert_bitwise(fp8.cast_columnwise(on_gpu, fp8_dtype), fp8.cast_columnwise(x, fp8_dtype))
         assert_bitwise(fp8.cast_axiswise(on_gpu, fp8_dtype), fp8.cast_axiswise(x, fp8_dtype))
+        stack = torch.stack([x, 3 * x])
+        assert_bitwise(fp8.cast_stack_columnwise(stack.cuda(), fp8_dtype), fp8.cast_stack_columnwise(stack, fp8_dtype))
         assert_bitwise([fp8.transpose(both[0].cuda())], [fp8.transpose(both[0])])
         q, descale = torch.empty_like(both[0], device="cuda"), torch.empty((), device="cuda")
         fp8.cast_into_(on_gpu, largest, q, descale)
@@ -177,6 +180,19 @@ def test_training_follows_bf16(recipe: str, compiled: str, train) -> None:
     # Catches weights that are cast once and not again, and gradients that do not reach the parameters.
     plain = train(f"plain_{compiled}", "--train.enable_compile", compiled)
     losses = train(f"{recipe}_{compiled}", "--train.fp8", recipe, "--train.enable_compile", compiled)
+    assert losses == pytest.approx(plain, rel=3e-2)
+    assert losses != plain
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_training_of_a_mixture_follows_bf16(compiled: str, train, tmp_path) -> None:
+    # Catches experts whose gradients in fp8 do not reach the router or the layers below.
+    sizes = {"vocab_size": 256, "hidden_size": 128, "head_dim": 64, "moe_intermediate_size": 64, "num_experts": 8}
+    write_config(tmp_path / "mixture", hf_config("qwen3_moe", max_position_embeddings=512, **sizes))
+    options = "--model.config_path", str(tmp_path / "mixture"), "--train.enable_compile", compiled
+    plain = train(f"mixture_plain_{compiled}", *options)
+    losses = train(f"mixture_{compiled}", *options, "--train.fp8", "rowwise")
     assert losses == pytest.approx(plain, rel=3e-2)
     assert losses != plain
     assert losses[-1] < losses[0]

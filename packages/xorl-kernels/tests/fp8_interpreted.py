@@ -57,14 +57,15 @@ def test_casts(shape, dtype, fp8_dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 32, 48), (2, 130, 69)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 20, 48), (2, 130, 69)], ids=str)
 def test_casts_of_stacks(monkeypatch, shape, dtype):
     # Catches scales of another matrix, rows of the next tile in a scale, and rows that are read in several blocks.
     monkeypatch.setattr(fp8_triton, "ROW_BLOCK", 16)
     x = torch.stack([matrix(shape[1:], dtype, seed) for seed in range(shape[0])])
     with nan_poisoned_empty():
         assert_equal(fp8_triton.cast_stack_columnwise(x, E4M3), fp8.cast_stack_columnwise(x, E4M3))
-        assert_equal(fp8_triton.cast_rowwise(x.flatten(0, 1), E4M3), fp8.cast_rowwise(x.flatten(0, 1), E4M3))
+        rows = x.flatten(0, 1)[-20:]
+        assert_equal(fp8_triton.cast_rowwise(rows, E4M3), fp8.cast_rowwise(rows, E4M3))
 
 
 @pytest.mark.parametrize("gathers", [False, True])

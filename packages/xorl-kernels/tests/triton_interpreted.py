@@ -216,8 +216,7 @@ def test_widened_sum(num_others, count, dtype):
     assert out[count].isnan()
 
 
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("programs_per_processor", [0, 8])
+@pytest.mark.parametrize(("programs_per_processor", "has_sinks"), [(0, False), (0, True), (8, True)])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "window", "totals"),
     [(4, 2, 64, None, [1, 37, 130]), (8, 2, 96, 20, [5, 90]), (2, 2, 32, None, [64]), (3, 1, 16, 1, [16, 17, 33])],
