@@ -89,8 +89,8 @@ def main() -> int:
         peers = ["--peers", options.peers] if options.peers and part != "text" else []
         record = ["--record", options.record] if options.record else []
         counts = [f"--{name}={getattr(options, name)}" for name in ("steps", "warmup", "rounds")]
-        command = ["xorl", "bench", str(config), "--output", str(folder / part), *counts, *peers, *against, *record]
-        program = [str(Path(sys.executable).parent / "xorl"), *command[1:]]
+        command = ["bench", str(config), "--output", str(folder / part), *counts, *peers, *against, *record]
+        program = [sys.executable, "-c", "from xorl.cli.app import main; main()", *command]
         code = subprocess.run([*program, *[each for each in further if each != "--"]], cwd=ROOT, check=False).returncode
         if code:
             return code
