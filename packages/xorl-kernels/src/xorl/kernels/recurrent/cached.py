@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from xorl.kernels.attention import CachedLayout
 from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.recurrent import batched
 from xorl.kernels.recurrent.backends import RecurrenceFns
 from xorl.kernels.recurrent.causal_conv import Activation, causal_conv_with_states
 from xorl.kernels.recurrent.gated_delta import gated_delta_with_states
@@ -58,7 +59,8 @@ def _cached_state_space(
 ) -> Tensor:
     def advance(tokens: Sequence[Tensor], layout: SequenceLayout, states: Tensor) -> tuple[Tensor, Tensor]:
         x, dt, b, c = tokens
-        return state_space_with_states(x, dt, a, b, c, d, layout, states)
+        scan = state_space_with_states if states.device.type == "cpu" else batched.state_space_with_states
+        return scan(x, dt, a, b, c, d, layout, states)
 
     def step(tokens: Sequence[Tensor], states: Tensor) -> tuple[Tensor, Tensor]:
         x, dt, b, c = (each.to(states.dtype) for each in tokens)
