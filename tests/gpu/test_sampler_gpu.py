@@ -30,7 +30,9 @@ from xorl.kernels.attention.cached import flash_cached_attention, plain_cached_a
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
 from xorl.lora import AdapterBank, AdapterSpec
-from xorl.server.sampler import GenerationRequest, GenerationResult, Sampler
+from xorl.server.sampler import EditRules, GenerationRequest, GenerationResult, Sampler
+from xorl.server.sampler.draw import DrawRule, draw
+from xorl.server.sampler.edits import LogitEdits, edited_logits
 
 pytestmark = pytest.mark.gpu
 
@@ -344,3 +346,32 @@ def test_two_gpus_record_growth_of_sharded_weights(two_gpus) -> None:
 
 if __name__ == "__main__":
     sample_on_all_gpus()
+
+
+class _EveryThird:
+    """A grammar that allows every third token."""
+
+    problem = None
+
+    def add(self, token: int) -> None: ...
+
+    def allowed(self) -> np.ndarray:
+        bits = np.zeros(1024, np.uint8)
+        bits[::3] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def test_biases_penalties_and_masks_are_those_of_a_cpu() -> None:
+    # Catches words of a mask, or counts of tokens, that reach other rows on the device.
+    rules = [
+        EditRules(bias={7: 30.0, 999: -5.0}),
+        EditRules(repetition=1.3, frequency=0.5, presence=0.25),
+        EditRules(grammar=_EveryThird),
+        EditRules(bias={3: 2.0}, repetition=0.8, grammar=_EveryThird),
+    ]
+    edits = [LogitEdits(each, range(50), [40, 41, 40, 500]) for each in rules]
+    logits = torch.randn(len(rules), 1000, generator=torch.Generator().manual_seed(1))
+    on_cpu = edited_logits(logits, edits)
+    torch.testing.assert_close(edited_logits(logits.cuda(), edits).cpu(), on_cpu)
+    draws = [DrawRule(0.0, None, 1.0, 0.5, each) for each in edits]
+    assert torch.equal(draw(logits.cuda(), draws, 0).tokens, on_cpu.argmax(-1))

@@ -1,5 +1,6 @@
 """Registered inference servers: what is asked of them, which are used, and samples that come from them."""
 
+import json
 from pathlib import Path
 
 import httpx
@@ -10,8 +11,18 @@ from asynchronous import in_a_loop
 from engines import fake_engines
 from xorl.server.datum import Array
 from xorl.server.endpoints import EndpointRegistry, EngineError, sample_from_endpoint
+from xorl.server.endpoints.sglang import sglang_request
 from xorl.server.endpoints.vllm import vllm_request, vllm_result
-from xorl.server.operations import BaseSampler, Endpoint, EndpointSynced, Sample, SyncResult
+from xorl.server.operations import (
+    BaseSampler,
+    CallTag,
+    Endpoint,
+    EndpointSynced,
+    JsonAnswer,
+    Sample,
+    SyncResult,
+    ToolCalls,
+)
 
 PROMPT = Array.of(np.array([3, 4], dtype=np.int32))
 
@@ -212,6 +223,51 @@ async def test_a_server_that_was_started_anew_is_not_taken_for_the_one_before(re
         state = await registry.add(Endpoint("127.0.0.1", engine.port))
         assert state.weight_version is None
         assert await sample_from_endpoint(registry, sample(), context_length=CONTEXT, version=None) is not None
+
+
+CITY = '{"type":"object","properties":{"city":{"type":"string"}}}'
+TAGS = (CallTag('<call>{"name": "weather", "arguments": ', CITY, "}</call>"),)
+
+
+def test_forms_biases_and_penalties_are_forwarded() -> None:
+    # Catches an answer of a server that is any text, where the workers would have kept it to a form.
+    edits = {"logit_bias": ((5, 1.5),), "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.1}
+    sent = {**edits, "logit_bias": {"5": 1.5}}
+    asked = sample(num_samples=1, form=JsonAnswer(CITY), **edits)
+    (params,) = sglang_request(asked, [3, 4], 3, None)["sampling_params"]
+    assert params.items() >= sent.items()
+    assert params["json_schema"] == CITY
+    body = vllm_request(asked, [3, 4], 3, "base")
+    assert body.items() >= sent.items()
+    assert body["response_format"]["json_schema"]["schema"] == json.loads(CITY)
+    plain = vllm_request(sample(num_samples=1), [3, 4], 3, "base")
+    assert not plain.keys() & {*edits, "response_format"}
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        (ToolCalls(TAGS, separator="\n"), "tags_with_separator"),
+        (ToolCalls(TAGS, opening="[", closing="]"), "sequence"),
+        (ToolCalls(TAGS, trigger="<call>", most=1), "triggered_tags"),
+        (ToolCalls(TAGS, opening="<calls>", closing="</calls>", trigger="<calls>"), "triggered_tags"),
+        (ToolCalls(TAGS, instead=CITY), "or"),
+    ],
+)
+def test_tool_calls_are_forwarded_as_a_structural_tag(form: ToolCalls, kind: str) -> None:
+    # Catches calls that a server is free to write otherwise, and a tag that its trigger does not begin.
+    asked = sample(num_samples=1, form=form)
+    tag = vllm_request(asked, [3, 4], 3, "base")["response_format"]
+    (params,) = sglang_request(asked, [3, 4], 3, None)["sampling_params"]
+    assert json.loads(params["structural_tag"]) == tag
+    assert (tag["type"], tag["format"]["type"]) == ("structural_tag", kind)
+    text = json.dumps(tag)
+    assert text.count('"begin": "<call>') == 1
+    assert json.dumps(json.loads(CITY)) in text
+    if kind == "triggered_tags":
+        (trigger,) = tag["format"]["triggers"]
+        assert all(one["begin"].startswith(trigger) for one in tag["format"]["tags"])
+        assert tag["format"]["stop_after_first"]
 
 
 def test_vllm_is_asked_and_understood_by_token_ids() -> None:

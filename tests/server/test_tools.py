@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import httpx
@@ -124,6 +125,13 @@ BERN, ADD = '{"name": "weather", "arguments": {"city": "Bern"}}', '{"arguments":
         (PLAIN, '<|python_tag|>{"name": "weather", "parameters": {"city": "Bern"}}', "", [CALL]),
         (PLAIN, '{"name": "Anna", "parameters": {}}', '{"name": "Anna", "parameters": {}}', []),
         (PLAIN, "It is {warm}.", "It is {warm}.", []),
+        (HERMES, '<tool_call>{"name": [1], "arguments": {}}', '<tool_call>{"name": [1], "arguments": {}}', []),
+        (
+            CODER,
+            "<tool_call>\n<function=weather>\n<parameter=city>\n  a\n    b\n</parameter>\n</function>\n</tool_call>",
+            "",
+            [ToolCall("weather", '{"city": "  a\\n    b"}')],
+        ),
     ],
 )
 def test_calls_are_read_from_what_models_write(form, text: str, content: str, calls: list[ToolCall]) -> None:
@@ -135,6 +143,19 @@ def test_calls_are_read_from_what_models_write(form, text: str, content: str, ca
         found = [reader.add(part, is_last=index == len(parts) - 1) for index, part in enumerate(parts)]
         assert ("".join(text for text, _ in found), [call for _, made in found for call in made]) == (content, calls)
         assert reader.calls == calls
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form.trigger])
+def test_blanks_do_not_take_forever(form) -> None:
+    # Catches patterns whose time grows with a power of the blanks that a model writes to the end of its context.
+    blanks = "\n" * 20_000
+    arguments = '{"city": "Bern"}' if form.tags is None else ""
+    name = "weather" if form.has_objects else "weather" + form.middle.format(index=0)
+    call = form.opening + form.begin + ('weather", "arguments": {}' if form.has_objects else name + arguments)
+    for text in (form.trigger + blanks, call + blanks, call + form.end + blanks + form.separator + blanks):
+        start = time.monotonic()
+        CallReader(form, {"weather": CITY}).add(text, is_last=True)
+        assert time.monotonic() - start < 5
 
 
 def test_a_stream_does_not_hold_back_what_cannot_be_a_call() -> None:
@@ -208,6 +229,24 @@ def test_an_answer_with_calls_has_them_and_goes_back_into_the_conversation(servi
     # Without tools, nothing is a call.
     text, _ = service(says)
     assert "<tool_call>" in text.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_markers_that_are_special_tokens_are_read_and_others_are_not_shown(family: str, tmp_path: Path) -> None:
+    # Catches calls whose marker is decoded to nothing.
+    tokenizer = write_tokenizer(family, tmp_path)
+    says = {
+        "mistral": f"[TOOL_CALLS] [{BERN}]</s>",
+        "qwen3": f"<|im_start|><tool_call>\n{BERN}\n</tool_call><|im_end|>",
+    }
+    with served(tmp_path, tokenizer=str(tokenizer.folder)) as (url, orchestrator):
+        orchestrator.vocab_size, orchestrator.context_length = 438, 4096
+        orchestrator.says = tokenizer.core.encode(says[family], add_special_tokens=False).ids
+        body = {"model": "tiny", "messages": [QUESTION], "tools": [WEATHER]}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False).json()
+    message = answer["choices"][0]["message"]
+    assert message["content"] is None
+    assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Bern"}'}
 
 
 def test_calls_are_streamed(service) -> None:

@@ -16,6 +16,8 @@ from xorl.server.operations import CallTag, ToolCalls
 
 # A call whose name is within its JSON.
 _OBJECT = '{"name": "'
+# Possessive, since several in a row would otherwise try all ways to share the blanks of a text.
+_BLANKS = r"\s*+"
 _ID_CHARS = string.ascii_letters + string.digits
 
 
@@ -102,8 +104,8 @@ class ToolFormat:
         name = "" if self.has_objects else f"(?P<name>{longest_first}){_flexible(self.middle)}"
         before = [self.opening, "<|python_tag|>"] if is_first else [self.separator]
         optional = "|".join(_flexible(text) for text in before if text)
-        after_previous = "" if is_first else rf"(?:{self._tail})?\s*"
-        return re.compile(rf"\s*{after_previous}(?:{optional})?\s*{_flexible(begin)}{name}\s*")
+        after_previous = "" if is_first else rf"(?:{self._tail})?{_BLANKS}"
+        return re.compile(rf"{_BLANKS}{after_previous}(?:{optional})?{_BLANKS}{_flexible(begin)}{name}{_BLANKS}")
 
     @property
     def _tail(self) -> str:
@@ -111,13 +113,7 @@ class ToolFormat:
 
     @cached_property
     def _closing(self) -> re.Pattern[str]:
-        return re.compile(rf"\s*(?:{self._tail})?\s*(?:{_flexible(self.closing)})?\s*")
-
-    @cached_property
-    def _tag(self) -> re.Pattern[str]:
-        assert self.tags is not None
-        before, between, after = map(_flexible, self.tags)
-        return re.compile(rf"\s*{before}(?P<key>.+?){between}(?P<value>.*?){after}", re.DOTALL)
+        return re.compile(rf"{_BLANKS}(?:{self._tail})?{_BLANKS}(?:{_flexible(self.closing)})?{_BLANKS}")
 
     def read_call(self, text: str, head: re.Match[str], schemas: Mapping[str, object]) -> tuple[ToolCall, int] | None:
         """The call behind a head, and where its arguments end; None if there is none, or not its whole yet.
@@ -136,8 +132,8 @@ class ToolFormat:
         if isinstance(arguments, str):
             arguments = _parsed(arguments)
         # With a trigger, it is a call even if there is no such function, which agents report to the model.
-        is_known = name in schemas or (self.has_objects and self.trigger and isinstance(name, str))
-        if not is_known or not isinstance(arguments, dict):
+        is_call = isinstance(name, str) and (name in schemas or (self.has_objects and self.trigger))
+        if not is_call or not isinstance(arguments, dict):
             return None
         return ToolCall(name, json.dumps(arguments, ensure_ascii=False)), end
 
@@ -150,12 +146,20 @@ class ToolFormat:
         """Arguments behind a name. Raises ValueError if they are not complete."""
         if self.tags is None:
             return json.JSONDecoder().raw_decode(text, start)
+        before, after = self.tags.before, self.tags.after.strip()
+        between = re.compile(_flexible(self.tags.between.rstrip()))
+        tail = re.compile(_BLANKS + self._tail)
         found: dict[str, object] = {}
-        while tag := self._tag.match(text, start):
-            found[tag["key"].strip()] = _typed(tag["value"], schema, tag["key"].strip())
-            start = tag.end()
-        if re.compile(rf"\s*{self._tail}").match(text, start) is None:
-            raise ValueError("the call has no end")
+        while tail.match(text, start) is None:
+            key = text.index(before, start) + len(before)
+            middle = between.search(text, key)
+            if middle is None or text[start : key - len(before)].strip():
+                raise ValueError("the call is not complete, or not one")
+            end = text.index(after, middle.end())
+            name, value = text[key : middle.start()].strip(), text[middle.end() : end]
+            # The new lines around a value are not part of it, but its other blanks are.
+            found[name] = _typed(value.removeprefix("\n").removesuffix("\n"), schema, name)
+            start = end + len(after)
         return found, start
 
 
@@ -330,7 +334,7 @@ def _overlap(text: str, trigger: str) -> int:
 
 def _flexible(text: str) -> str:
     """A pattern that matches the text with any blanks where it has some."""
-    return r"\s*".join(re.escape(part).replace(r"\{index\}", r"\d+") for part in re.split(r"\s+", text))
+    return _BLANKS.join(re.escape(part).replace(r"\{index\}", r"\d+") for part in re.split(r"\s+", text))
 
 
 def _parsed(text: str) -> object:
