@@ -157,7 +157,7 @@ def rows_of(folder: Path, kind: str, num_tokens: int, device: torch.device, num_
     config = config_of(folder, kind, num_tokens, {"recompute_policy": "auto"})
     architecture, batch = read_architecture(config.model), MicroBatch(num_tokens, num_tokens)
     mesh, num_layers = Mesh(ParallelDims.resolve("none", 1), device.type), architecture.config.num_layers
-    held = held_bytes(config, architecture, mesh)
+    held = held_bytes(config, architecture, mesh.dims)
     counts: list[tuple[str, int | None]] = [(name, None) for name in SETTINGS]
     counts += [(name, num_layers // 2) for name in BY_LAYER]
     profiles: dict[str, PassProfile] = {}

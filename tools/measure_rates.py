@@ -56,12 +56,13 @@ class Sizes:
     """What is measured: sizes of products, tokens of documents, rows of experts, MiB of operations and collectives."""
 
     products: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    fp32_products: tuple[int, ...] = (1024, 8192)
     channels: tuple[int, ...] = (64, 128, 256)
     lengths: tuple[int, ...] = (512, 2048, 8192, 32768)
     tokens: int = 32768
     heads: tuple[int, int] = (16, 4)
-    experts: tuple[int, int, int, int] = (2048, 768, 64, 8)
-    rows: tuple[int, ...] = (32, 128, 512, 2048)
+    experts: tuple[int, int, int, int] = (2048, 768, 128, 8)
+    rows: tuple[int, ...] = (128, 512, 2048)
     memory_mib: tuple[float, ...] = (1, 8, 64, 512)
     parameters: int = 1 << 30
     shape: str = "qwen3-1.7b"
@@ -73,6 +74,7 @@ class Sizes:
 
 TINY = Sizes(
     products=(16, 32),
+    fp32_products=(16, 32),
     channels=(16,),
     lengths=(16, 64),
     tokens=64,
@@ -99,18 +101,20 @@ def products_of(sizes: Sizes, device: torch.device) -> Table:
         kinds["fp8"] = partial(_fp8_product, a.to(E4M3), b.to(E4M3), torch.ones((), device=device))
     _warm_up(kinds["bf16"](largest, largest, largest), sizes.warm_up_s, device)
     tables: Table = {}
+    kinds["fp32"] = partial(_product, a.float(), b.float())
     for kind, product in kinds.items():
+        measured = sizes.fp32_products if kind == "fp32" else sizes.products
         tables[kind] = {
-            "sizes": list(sizes.products),
+            "sizes": list(measured),
             "tflops": [
                 [
                     [
                         rounded(2e-9 * m * n * k / sustained_ms(product(m, n, k), 2.0 * m * n * k, device))
-                        for k in sizes.products
+                        for k in measured
                     ]
-                    for n in sizes.products
+                    for n in measured
                 ]
-                for m in sizes.products
+                for m in measured
             ],
         }
     return tables
@@ -349,7 +353,7 @@ def one_gpu(sizes: Sizes, device: torch.device, *, compiled: bool) -> Table:
 
 def merged(table: Table, measured: Table) -> Table:
     """The table with what was measured, section by section."""
-    nested = ("host", "records", "products", "attention")
+    nested = ("host", "records", "products", "attention", "links")
     return table | {
         name: {**table.get(name, {}), **value} if name in nested else value for name, value in measured.items()
     }

@@ -123,7 +123,7 @@ def test_the_peak_of_a_step_is_predicted(
     name = setting.split(" in ")[0]
     count = num_layers // 2 if setting == HALF else num_layers
     profile, whole = (measure(config, each, architecture, mesh, place.device, batch) for each in (name, "none"))
-    held = held_bytes(config, architecture, mesh)
+    held = held_bytes(config, architecture, mesh.dims)
     by_layer = [profile] * count + [whole] * (num_layers - count)
     expected = held.throughout + pass_peak(by_layer, held.gradient_ratio)
     settings = {**SETTINGS[name], "recompute_num_layers": None if count == num_layers else count}

@@ -196,7 +196,7 @@ def test_a_rank_measures_its_layers_alone(run_ranks, tmp_path: Path) -> None:
         )
         architecture, device = read_architecture(config.model), torch.device("cpu")
         mesh = mesh_for(config)
-        ratio = held_bytes(config, architecture, mesh).gradient_ratio
+        ratio = held_bytes(config, architecture, mesh.dims).gradient_ratio
         if mesh.loss.rank:
             return 2, ratio
         profile = measure_slice(config, "layer", architecture, 2, mesh, device, MicroBatch(48, 48), NoMeter())

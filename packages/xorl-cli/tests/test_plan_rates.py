@@ -14,7 +14,7 @@ def test_every_table_can_be_read_and_rates_are_between_the_measured_ones(card: s
     # Catches a table that the tool wrote in another form, and an interpolation that leaves the range of its points.
     rates = rates_of(card)
     assert rates.card == card
-    assert rates.records.keys() == {"one GPU", "several GPUs"}
+    assert rates.records.keys() >= {"one GPU", "several GPUs"}
     for dtype, table in rates.products.items():
         measured = [tflops for plane in table for row in plane for tflops in row]
         for sizes in ((3, 5, 7), (1000, 3000, 5000), (10**6, 10**6, 10**6)):

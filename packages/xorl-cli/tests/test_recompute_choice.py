@@ -93,7 +93,7 @@ def test_as_few_layers_as_it_takes(
     needed: float,
 ) -> None:
     # Catches layers that are computed again though there is memory for them, and one too many that is kept.
-    choice = choose_layers(setting, measured, whole, 36, step_memory.Held(0.0, 1.0), usable)
+    choice = choose_layers(setting, measured, whole, 36, step_memory.Held({"throughout": 0.0}, 1.0), usable)
     assert (choice.num_layers, choice.needed) == (num_layers, needed)
     assert choice.fits == (needed <= usable)
 
@@ -135,7 +135,7 @@ def test_probe_runs_on_the_largest_micro_batch_and_draws_nothing(setting: str, p
 def placed_bytes(config: Config, mesh: Mesh, *, by_copy_engines: bool = False) -> float:
     """What a rank holds besides activations once all gradients exist."""
     architecture = read_architecture(config.model)
-    held = step_memory.held_bytes(config, architecture, mesh, by_copy_engines=by_copy_engines)
+    held = step_memory.held_bytes(config, architecture, mesh.dims, by_copy_engines=by_copy_engines)
     profiled = config.train.model_copy(update={"param_dtype": step_memory.profiled_param_dtype(config)})
     sketch = sketch_model(architecture, config.model, profiled, config.lora)
     num_trained = sum(parameter.numel() for parameter in sketch.parameters() if parameter.requires_grad)
@@ -260,7 +260,7 @@ def test_the_peak_of_a_step_is_predicted(
     chosen = config.train.model_copy(update={**SETTINGS[setting], "recompute_num_layers": count})
     num_recomputed = num_layers if count is None else count
     by_layer = [profiles[setting if index < num_recomputed else "none"] for index in range(num_layers)]
-    held = step_memory.held_bytes(config, architecture, mesh)
+    held = step_memory.held_bytes(config, architecture, mesh.dims)
     expected = held.throughout + step_memory.pass_peak(by_layer, held.gradient_ratio)
 
     model = build_model(architecture, config.model, chosen, config.lora, mesh, place.device)

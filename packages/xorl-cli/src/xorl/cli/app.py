@@ -34,6 +34,7 @@ COMMANDS: dict[str, Entry] = {
     "bench": Entry(
         "xorl.cli.bench", "Training", "Measure the training speed of a configuration or a known model shape."
     ),
+    "plan": Entry("xorl.cli.plan", "Training", "Predict the memory and speed of a run, without its GPUs."),
     "verify": Entry(
         "xorl.cli.verify", "Training", "Verify that a configuration's layout computes what one process computes."
     ),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,9 +19,10 @@ from xorl.core.nn.deepep import DeepEP, deepep_refusal
 from xorl.core.nn.dispatch import AllToAll, Dispatcher
 from xorl.core.nn.kernels import FusedKernel, choose_kernels
 from xorl.core.nn.tensor import TensorRanks
-from xorl.kernels.attention import ATTENTION, AttentionFn, AttentionRequest, resolve_attention
+from xorl.kernels.attention import ATTENTION, AttentionFn, AttentionRequest, PackedAttention, resolve_attention
 from xorl.kernels.attention.sdpa import sdpa_attention
 from xorl.kernels.experts import EXPERTS, ExpertsRequest, grouped
+from xorl.kernels.layout import RankGroup
 from xorl.kernels.recurrent import PLAIN_RECURRENCE, RECURRENCES, RecurrenceFns, resolve_recurrence
 from xorl.kernels.registry import AUTO
 
@@ -50,29 +52,62 @@ def choose_layer_kernels(
             experts = EXPERTS.resolve(model.moe_implementation or AUTO, _experts_request(config, train, device))
         except RuntimeError as error:
             raise ValueError(f"{EXPERTS_OPTION}: {error}") from error
-    native: dict[FusedKernel, bool] = {
-        "rms_norm": model.rmsnorm_native,
-        "rope": model.rope_native,
-        "swiglu": model.activation_native,
-    }
-    kernels = choose_kernels(
-        next(iter(attention.values()), sdpa_attention),
-        device_type=device.type,
-        dtype=compute_dtype(train),
-        compiled=train.enable_compile,
-        native={name for name, is_native in native.items() if is_native},
-        cast_bf16=model.attention_cast_bf16,
+    kernels = _choose(model, train, device.type, next(iter(attention.values()), sdpa_attention))
+    kernels = replace(
+        kernels,
         experts=experts,
         recurrence=_recurrence(config, model, train, device),
         dispatcher=None if mesh.ep is None else _dispatcher(mesh.ep, config, model, apart=apart),
         tensor=TensorRanks(mesh.tp.ranks),
+        attention_by_layer=attention,
     )
-    kernels = replace(kernels, attention_by_layer=attention)
     if config.images is None:
         return kernels
     # The fastest that can compute the heads of the image encoder, which differ from those that users choose for.
     request = AttentionRequest(device.type, compute_dtype(train), config.images.head_dim, None, causal=False)
     return replace(kernels, image_attention=resolve_attention(AUTO, request))
+
+
+def planned_layer_kernels(model: ModelConfig, train: TrainConfig, *, tp: int, ep: int) -> LayerKernels:
+    """The operators that a model's layers call on a GPU, which need not be there: for passes of fake tensors.
+
+    tp, ep: the numbers of ranks that share each matrix and the experts.
+    """
+    shared = shared_kernels(tp=tp, ep=ep)
+    kernels = replace(_choose(model, train, "cuda", planned_attention()), image_attention=planned_attention())
+    return replace(kernels, dispatcher=shared.dispatcher, tensor=shared.tensor)
+
+
+def shared_kernels(*, tp: int, ep: int) -> LayerKernels:
+    """Plain kernels for the shape of what the first rank has, if so many share each matrix and the experts."""
+    dispatcher = AllGather(RankGroup(0, ep, "ep")) if ep > 1 else None
+    return LayerKernels(dispatcher=dispatcher, tensor=TensorRanks(RankGroup(0, tp, "tp")))
+
+
+@cache
+def planned_attention() -> PackedAttention:
+    """Attention of any kind, whose operators compute nothing; those of all kernels have the same shapes."""
+
+    def nothing(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("a planned pass has fake tensors")
+
+    return PackedAttention("planned", nothing, nothing, caps_scores=True, takes_any_values=True)
+
+
+def _choose(model: ModelConfig, train: TrainConfig, device_type: str, attention: AttentionFn) -> LayerKernels:
+    native: dict[FusedKernel, bool] = {
+        "rms_norm": model.rmsnorm_native,
+        "rope": model.rope_native,
+        "swiglu": model.activation_native,
+    }
+    return choose_kernels(
+        attention,
+        device_type=device_type,
+        dtype=compute_dtype(train),
+        compiled=train.enable_compile,
+        native={name for name, is_native in native.items() if is_native},
+        cast_bf16=model.attention_cast_bf16,
+    )
 
 
 def _attention_by_layer(
@@ -100,7 +135,7 @@ def _dispatcher(axis: Axis, config: DecoderConfig, model: ModelConfig, *, apart:
     """Collective with deepep. apart: for a measurement on each rank alone."""
     name = dispatch_name(config, model, axis.size)
     if model.ep_dispatch == "auto" and not apart:
-        share = sent_share(axis.size, _num_active(config))
+        share = sent_share(axis.size, num_active(config))
         logger.debug("ep_dispatch=auto takes %s pairs_sent=%.2f ranks=%d", name, share, axis.size)
     if name == "allgather":
         return AllGather(axis.ranks, apart=apart)
@@ -120,15 +155,25 @@ def dispatch_name(config: DecoderConfig, model: ModelConfig, num_ranks: int) -> 
     """`model.ep_dispatch`, with auto replaced by the choice for `num_ranks` that share the experts."""
     if model.ep_dispatch != "auto":
         return model.ep_dispatch
-    return "allgather" if sent_share(num_ranks, _num_active(config)) >= GATHERED_SHARE else "alltoall"
+    return "allgather" if sent_share(num_ranks, num_active(config)) >= GATHERED_SHARE else "alltoall"
 
 
-def _num_active(config: DecoderConfig) -> int:
+def num_active(config: DecoderConfig) -> int:
+    """The fewest experts of a layer that a token is sent to."""
     return min(layer.ffn.num_active for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
 
 
 def require_dispatch(config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device) -> None:
-    """Raise ValueError if tokens cannot be sent to experts in the way that is configured."""
+    """Raise ValueError if tokens cannot be sent to experts on this device in the way that is configured."""
+    check_dispatch(config, model, train)
+    if train.expert_parallel_size == 1 or model.ep_dispatch != "deepep":
+        return
+    if (refusal := deepep_refusal(device.type, compute_dtype(train))) is not None:
+        raise ValueError(f"model.ep_dispatch: deepep cannot run here: {refusal}; or use auto")
+
+
+def check_dispatch(config: DecoderConfig, model: ModelConfig, train: TrainConfig) -> None:
+    """Raise ValueError if what the options ask for is impossible with the exchange that `auto` takes."""
     num_ranks = train.expert_parallel_size
     if num_ranks == 1:
         return
@@ -140,13 +185,9 @@ def require_dispatch(config: DecoderConfig, model: ModelConfig, train: TrainConf
             option = "train.recompute_policy: auto"
         if option is not None:
             raise ValueError(
-                f"{option}, but with {num_ranks} ranks and {_num_active(config)} active experts model.ep_dispatch: "
+                f"{option}, but with {num_ranks} ranks and {num_active(config)} active experts model.ep_dispatch: "
                 "auto takes alltoall, for which it is impossible; change it, or set ep_dispatch to allgather"
             )
-    if model.ep_dispatch != "deepep":
-        return
-    if (refusal := deepep_refusal(device.type, compute_dtype(train))) is not None:
-        raise ValueError(f"model.ep_dispatch: deepep cannot run here: {refusal}; or use auto")
 
 
 def check_kernels(config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device) -> None:

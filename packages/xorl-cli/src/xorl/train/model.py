@@ -15,17 +15,15 @@ from xorl.ckpt.reader import source_shapes
 from xorl.config import Config
 from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
 from xorl.core.mesh import Mesh
-from xorl.core.models import Decoder
+from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.models.router_losses import RouterLossOptions
 from xorl.core.models.stages import Stage, stages_of
 from xorl.core.nn import LayerKernels
-from xorl.core.nn.all_gather import ALONE, AllGather
 from xorl.core.nn.moe import Router
 from xorl.core.nn.roles import IN_FP32
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import check_parallelizable
-from xorl.kernels.layout import RankGroup
 from xorl.kernels.quant.fp8 import fp8_refusal
 from xorl.lora import adapters, init_adapters
 from xorl.lora.quantized import num_parameters, quantized_rows
@@ -35,7 +33,13 @@ from xorl.train.architecture import Architecture, folder_of
 from xorl.train.base_weights import require_weights
 from xorl.train.compose import composed_weights
 from xorl.train.images import check_image_model, check_projectors_frozen, freeze_parts_
-from xorl.train.layer_kernels import check_kernels, choose_layer_kernels, compute_dtype, require_dispatch
+from xorl.train.layer_kernels import (
+    check_dispatch,
+    check_kernels,
+    choose_layer_kernels,
+    compute_dtype,
+    require_dispatch,
+)
 from xorl.train.model_source import MODEL_PATH, starting_checkpoint
 from xorl.train.parallel_sizes import check_experts, check_shared_matrices, check_stages, chunks_of
 from xorl.train.quantization import (
@@ -118,8 +122,6 @@ def build_model(
     kernels = choose_layer_kernels(architecture.config, model, train, device, mesh, apart=apart)
     with torch.device("meta"):
         module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv, kernels=kernels)
-    module.compute_dtype = compute_dtype(train)
-    module.logits = module.logits._replace(fp32=model.lm_head_fp32, whole=train.ce_mode == "eager")
     start, quantization = _adapt_(module, architecture, model, train, lora)
     if quantization is not None:
         require_device(quantization, device)
@@ -138,7 +140,7 @@ def build_model(
         module.to_empty(device=train.init_device)
         fill(module)
         module.to(device)
-    policy, later = _policy(model, train), None if is_filled else fill
+    policy, later = parallel_policy(model, train), None if is_filled else fill
     parallel = parallelize(module, mesh, policy, device=device, fill=later, apart=apart)
     if stage is None:
         return parallel
@@ -153,7 +155,7 @@ def check_model(
     Raises the errors that `build_model` would raise later. It allocates nothing on the device and imports no kernels,
     since the data is prepared afterwards by processes that fork.
     """
-    sketch = sketch_model(architecture, model, train, lora)
+    sketch = check_shape(architecture, model, train, lora, device.type)
     if (start := starting_adapter(lora, architecture.spec)) is not None:
         require_weights(start, MODEL_PATH, model.model_path, train.load_weights_mode)
     _require_device(train, device)
@@ -161,38 +163,55 @@ def check_model(
         require_device(quantization, device)
     check_kernels(architecture.config, model, train, device)
     require_dispatch(architecture.config, model, train, device)
-    check_parallelizable(sketch, _policy(model, train), device.type)
+    return sketch
+
+
+def check_shape(
+    architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig, device_type: str
+) -> Decoder:
+    """The part of `check_model` that needs neither weights nor the device: whether ranks can share the model."""
+    sketch = sketch_model(architecture, model, train, lora)
+    check_dispatch(architecture.config, model, train)
+    check_parallelizable(sketch, parallel_policy(model, train), device_type)
     return sketch
 
 
 def sketch_model(
-    architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig, *, divided: bool = False
+    architecture: Architecture,
+    model: ModelConfig,
+    train: TrainConfig,
+    lora: LoraConfig,
+    *,
+    kernels: LayerKernels | None = None,
 ) -> Decoder:
-    """The model that `build_model` would build, but on the meta device and with plain kernels.
+    """The model that `build_model` would build, but on the meta device and with plain kernels, unless others are given.
 
-    It has all experts or, with `divided`, those of one of the ranks that share them.
+    It is whole or, if ranks share matrices or experts by `kernels`, what the first of them has.
 
     Its shapes are enough to check adapters, quantised weights and layer counts before data is prepared; ValueError
     names the option that does not fit the model.
     """
+    check_options(architecture.config, model, train, lora)
+    return _sketch(architecture, model, train, lora, kernels or LayerKernels())
+
+
+def check_options(config: DecoderConfig, model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> None:
+    """Raise ValueError for options that do not fit the model's shape, as far as that shows without building it."""
     sections = {"model": model, "train": train}
     options: dict[str, tuple[object, object]] = {}
     for path in EXPERT_OPTIONS:
         section, name = path.split(".")
         options[path] = getattr(sections[section], name), type(sections[section]).model_fields[name].default
-    check_experts(architecture.config, train, options)
-    check_image_model(architecture.config, train, lora)
-    check_shared_matrices(architecture.config, train)
-    check_stages(architecture.config, train)
-    num_layers = architecture.config.num_layers
+    check_experts(config, train, options)
+    check_image_model(config, train, lora)
+    check_shared_matrices(config, train)
+    check_stages(config, train)
+    num_layers = config.num_layers
     if train.recompute_num_layers is not None and train.recompute_num_layers > num_layers:
         raise ValueError(
             f"train.recompute_num_layers: {train.recompute_num_layers} exceeds the {num_layers} layers of the model; "
             "use fewer, or leave it out for all"
         )
-    alone = AllGather(RankGroup(0, train.expert_parallel_size, ALONE), apart=True) if divided else None
-    kernels = LayerKernels(dispatcher=alone)
-    return _sketch(architecture, model, train, lora, kernels)
 
 
 def _sketch(
@@ -207,10 +226,12 @@ def _sketch(
 def _adapt_(
     module: Decoder, architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig
 ) -> tuple[AdapterFolder | None, Quantization | None]:
-    """Add adapters to a model on the meta device, set its dtypes and quantise its base.
+    """Set what a model on the meta device computes in, add adapters, set its dtypes and quantise its base.
 
     Returns the adapter to start from and the quantisation of the base; either may be None.
     """
+    module.compute_dtype = compute_dtype(train)
+    module.logits = module.logits._replace(fp32=model.lm_head_fp32, whole=train.ce_mode == "eager")
     _set_routers_(module, model, train)
     start = starting_adapter(lora, architecture.spec)
     if start is not None:
@@ -351,7 +372,8 @@ def _require_device(train: TrainConfig, device: torch.device) -> None:
         raise ValueError(f"train.fp8: {train.fp8} cannot run here: {refusal}; use none")
 
 
-def _policy(model: ModelConfig, train: TrainConfig) -> ParallelPolicy:
+def parallel_policy(model: ModelConfig, train: TrainConfig) -> ParallelPolicy:
+    """How the options place and change a model."""
     return ParallelPolicy(
         data_parallel_mode=train.data_parallel_mode,
         fp8=train.fp8,

@@ -96,7 +96,7 @@ def choose_recomputation(
         return _with(config.train, "none")
     usable = usable_bytes(device)
     by_copy_engines = uses_copy_engines(mesh.fsdp, config.train.fsdp_collectives)
-    held = held_bytes(config, architecture, mesh, by_copy_engines=by_copy_engines)
+    held = held_bytes(config, architecture, mesh.dims, by_copy_engines=by_copy_engines)
     # The measured passes attend within a rank, so they fetch nothing.
     beside = held.throughout + ring_bytes(config, architecture, batch.num_tokens)
     memory = torch.tensor([beside, -usable], dtype=torch.float64, device=device)
@@ -111,7 +111,7 @@ def choose_recomputation(
         dist.all_reduce(flat, op=dist.ReduceOp.MAX)
         return PassProfile.of(flat.tolist())
 
-    agreed = Held(throughout, held.gradient_ratio)
+    agreed = Held({"throughout": throughout}, held.gradient_ratio)
     choices = choose(profile, architecture.config.num_layers, agreed, -negative_usable)
     logger.debug("%s", table(choices))
     return _with(config.train, choices[-1].setting, choices[-1].num_layers)
@@ -225,7 +225,7 @@ def measure_slice(
     train = _with(config.train, setting).model_copy(update=alone)
     config_of_part = replace(architecture.config, layers=architecture.config.layers[:num_layers])
     part = replace(architecture, config=config_of_part)
-    lora = _for_few_layers(config.lora, part)
+    lora = lora_of_few_layers(config.lora, part)
     before = rng_state(device)
     try:
         model = build_model(part, config.model, train, lora, mesh, device, fill_=_fill_with_zeros, apart=True)
@@ -244,7 +244,7 @@ def held_by_graphs(model: Decoder, num_tokens: int) -> int:
     return max((block.graph_bytes(num_tokens) for block in blocks), default=0)
 
 
-def _for_few_layers(lora: LoraConfig, part: Architecture) -> LoraConfig:
+def lora_of_few_layers(lora: LoraConfig, part: Architecture) -> LoraConfig:
     """`lora`, or adapters on all that there is where it names layers by numbers that the first few do not have."""
     with torch.device("meta"):
         module = part.spec.build(part.config)

@@ -20,14 +20,21 @@ def part_of(layout: SequenceLayout, mesh: Mesh) -> SequenceLayout:
 
     Raises ValueError if the number of tokens is not a multiple of the number of ranks.
     """
+    names = mesh.context.ranks.name, mesh.rows.ranks.name
+    return part_among(layout, mesh.ring.ranks, mesh.ulysses.ranks, mesh.tp.ranks, names)
+
+
+def part_among(
+    layout: SequenceLayout, ring: RankGroup, ulysses: RankGroup, tp: RankGroup, names: tuple[str, str]
+) -> SequenceLayout:
+    """As `part_of`, by the groups of a mesh; names: of its process groups `context` and `rows`."""
     part = layout
-    if mesh.context.size > 1:
-        part = ShardedLayout(layout, mesh.ring.ranks, mesh.ulysses.ranks, mesh.context.ranks.name)
-    if mesh.tp.size > 1:
+    if ring.size * ulysses.size > 1:
+        part = ShardedLayout(layout, ring, ulysses, names[0])
+    if tp.size > 1:
         # Outside of attention, the ranks of a tensor group split the part further, as more Ulysses ranks would.
-        ulysses, tp = mesh.ulysses.ranks, mesh.tp.ranks
-        inner = RankGroup(ulysses.rank * tp.size + tp.rank, ulysses.size * tp.size, mesh.rows.ranks.name)
-        part = part.with_rows(ShardedLayout(layout, mesh.ring.ranks, inner, mesh.rows.ranks.name))
+        inner = RankGroup(ulysses.rank * tp.size + tp.rank, ulysses.size * tp.size, names[1])
+        part = part.with_rows(ShardedLayout(layout, ring, inner, names[1]))
     return part
 
 

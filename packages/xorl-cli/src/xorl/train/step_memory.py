@@ -8,7 +8,7 @@ these phases for the whole model. So it accounts for gradients that grow while t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from types import MappingProxyType
@@ -20,17 +20,21 @@ from torch import Tensor, nn
 from xorl.config import Config
 from xorl.config.fields import ParameterDtype
 from xorl.config.local import TrainConfig
-from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.mesh import ParallelDims
 from xorl.core.models import Decoder
+from xorl.core.models.stages import Stage
 from xorl.core.nn.fp8 import Fp8Linear, convert_linears
 from xorl.core.parallel.copy_engine import WINDOW_BYTES
 from xorl.kernels.quant.fp8 import E4M3
 from xorl.lora.prequantized import stored_parameters
 from xorl.train.architecture import Architecture
+from xorl.train.layer_kernels import shared_kernels
 from xorl.train.model import DTYPES, KeptDtypes, pipeline_stages, sketch_model
 
 # States of the optimizer per parameter; muon is counted as if it were AdamW everywhere.
 NUM_STATES = MappingProxyType({"adamw": 2, "anyprecision_adamw": 2, "muon": 2, "sgd": 0})
+# The part of `Held` for gradients that are reduced.
+IN_FLIGHT = "in flight"
 # Layers of a profile that differ from those in the middle. With activations on their way to the host, the first layers
 # do, whose activations have not left yet (one more if nothing below is trained), and the last ones, which keep theirs.
 NUM_FIRST, NUM_LAST = 3, 2
@@ -84,25 +88,29 @@ class PassProfile:
         return PassProfile.of([math.inf, 0.0, 0.0] * (2 * num_layers + 3))
 
 
-def pass_peak(profiles: Sequence[PassProfile], gradient_ratio: float) -> float:
+def pass_peak(
+    profiles: Sequence[PassProfile], gradient_ratio: float, *, beside_backward: float = 0.0, beside_rest: float = 0.0
+) -> float:
     """Bytes at the peak of a pass beyond what is held throughout the step.
 
     Args:
         profiles: for each layer of the model, the profile of its setting. The last one also says what the head takes.
         gradient_ratio: bytes that a pass adds for each byte of gradients in the profiles.
+        beside_backward, beside_rest: bytes that exist only in the backward pass of the layers, and after it.
     """
     num_layers = len(profiles)
     first, last = profiles[0], profiles[-1]
-    phases = [first.embedding]
-    phases += [profile.forward[_measured(index, num_layers, profile)] for index, profile in enumerate(profiles)]
-    phases.append(last.head)
+    phases = [(first.embedding, 0.0)]
+    phases += [(profile.forward[_measured(index, num_layers, profile)], 0.0) for index, profile in enumerate(profiles)]
+    phases.append((last.head, 0.0))
     phases += [
-        profile.backward[_measured(index, num_layers, profile)] for index, profile in reversed([*enumerate(profiles)])
+        (profile.backward[_measured(index, num_layers, profile)], beside_backward)
+        for index, profile in reversed([*enumerate(profiles)])
     ]
-    phases.append(first.rest)
+    phases.append((first.rest, beside_rest))
     held = peak = 0.0
-    for phase in phases:
-        peak = max(peak, held + phase.peak)
+    for phase, beside in phases:
+        peak = max(peak, held + phase.peak + beside)
         held += phase.kept + gradient_ratio * phase.gradients
     return max(peak, held)
 
@@ -207,39 +215,73 @@ def _marked(layers: nn.ModuleList, mark: Callable[[], None]) -> Iterator[None]:
 class Held:
     """What a rank holds on its device besides activations.
 
-    throughout: bytes, during the whole step; gradient_ratio: bytes of gradients that a pass adds for each byte of
-    gradients that a profiled pass makes, 0 where gradients exist throughout, or on the host.
+    parts: bytes during the whole step, by what they are; gradient_ratio: bytes of gradients that a pass adds for each
+    byte of gradients that a profiled pass makes, 0 where gradients exist throughout, or on the host.
     """
 
-    throughout: float
+    parts: Mapping[str, float]
     gradient_ratio: float
 
+    @property
+    def throughout(self) -> float:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
 
-def held_bytes(config: Config, architecture: Architecture, mesh: Mesh, *, by_copy_engines: bool = False) -> Held:
+
+def held_bytes(
+    config: Config,
+    architecture: Architecture,
+    dims: ParallelDims,
+    *,
+    by_copy_engines: bool = False,
+    stage: Stage | None = None,
+) -> Held:
     """What a rank holds besides activations: parameters and their like, and what is gathered and travels between ranks.
 
-    by_copy_engines: whether sharded parameters are gathered, and their gradients reduced, by these.
+    by_copy_engines: whether sharded parameters are gathered, and their gradients reduced, by these. stage: what the
+    rank has of a pipeline; None: all.
     """
-    train = config.train
-    module, dtypes = _sketch(config, architecture), KeptDtypes.of(train, config.lora)
+    module = sketch_of(config, architecture, stage)
+    compute, frozen = gathered_itemsizes(config)
+    # What other ranks hold of experts and matrices is not gathered, and a profiled pass does not have it either.
+    own = module if dims.ep == dims.tp == 1 else sketch_of(config, architecture, stage, dims)
+    sizes = (Sizes.of(part, compute, frozen) for part in (module, own, own.layers))
+    return held_of(config, dims, *sizes, num_layers=len(module.layers), by_copy_engines=by_copy_engines)
+
+
+def gathered_itemsizes(config: Config) -> tuple[int, int]:
+    """Bytes of a trained parameter as it is gathered, and of a frozen one that is not quantised."""
+    compute = 2 if config.train.enable_mixed_precision else 4
+    return compute, KeptDtypes.of(config.train, config.lora).frozen.itemsize
+
+
+def held_of(
+    config: Config,
+    dims: ParallelDims,
+    whole: Sizes,
+    held: Sizes,
+    layers: Sizes,
+    *,
+    num_layers: int,
+    by_copy_engines: bool,
+) -> Held:
+    """As `held_bytes`, from sizes of a stage: of all that ranks share, of what one rank has, and of that in layers."""
+    train, dtypes = config.train, KeptDtypes.of(config.train, config.lora)
     compute = 2 if train.enable_mixed_precision else 4
-    # What other ranks hold of the experts is not gathered, and a profiled pass does not have it either.
-    own = module if mesh.dims.ep == 1 else _sketch(config, architecture, divided=True)
-    whole, held, layers = (_Size.of(part, compute, dtypes.frozen.itemsize) for part in (module, own, own.layers))
-    throughout, grown = _kept_bytes(train, whole, dtypes, mesh.dims)
+    parts, grown = _kept_bytes(train, whole, dtypes, dims)
     profiled = KeptDtypes.of(train.model_copy(update={"param_dtype": profiled_param_dtype(config)}), config.lora)
-    ratio = grown / profiled.trained.itemsize / mesh.dims.num_shards * whole.trained / max(held.trained, 1)
+    ratio = grown / profiled.trained.itemsize / _num_parts(dims) * whole.trained / max(held.trained, 1)
     if train.data_parallel_mode != "fsdp2":
-        return Held(throughout, ratio)
+        return Held(parts, ratio)
     # All layers but the one that computes and the one gathered ahead.
-    others = 1 - 2 / len(module.layers)
+    others = max(1 - 2 / num_layers, 0)
     gathered = held.gathered_bytes - (others if train.enable_full_shard else 0) * layers.gathered_bytes
     # Gradients, whole and on their way: for NCCL in fp32, through copy engines as they are.
     travelling, windows = (compute, WINDOW_BYTES) if by_copy_engines else (torch.float32.itemsize, 0)
     in_flight = (held.trained - others * layers.trained) * (compute + travelling)
     if train.enable_cpu_offload:
-        throughout = ratio = 0.0
-    return Held(throughout + gathered + in_flight + windows, ratio)
+        parts, ratio = {}, 0.0
+    return Held({**parts, "gathered": gathered, IN_FLIGHT: in_flight + windows}, ratio)
 
 
 def ring_bytes(config: Config, architecture: Architecture, num_tokens: int) -> float:
@@ -276,12 +318,9 @@ def kept_bytes(config: Config, architecture: Architecture, dims: ParallelDims) -
     compute = 2 if config.train.enable_mixed_precision else 4
     most = 0.0
     for stage in pipeline_stages(config, architecture) if dims.pp > 1 else [None]:
-        module = _sketch(config, architecture)
-        if stage is not None:
-            module.keep(stage)
-        whole = _Size.of(module, compute, dtypes.frozen.itemsize)
-        throughout, grown = _kept_bytes(config.train, whole, dtypes, dims)
-        most = max(most, throughout + whole.trained * grown / _num_parts(dims))
+        whole = Sizes.of(sketch_of(config, architecture, stage), compute, dtypes.frozen.itemsize)
+        parts, grown = _kept_bytes(config.train, whole, dtypes, dims)
+        most = max(most, sum(parts.values()) + whole.trained * grown / _num_parts(dims))
     return most
 
 
@@ -290,21 +329,37 @@ def _num_parts(dims: ParallelDims) -> int:
     return dims.num_shards * dims.tp
 
 
-def _sketch(config: Config, architecture: Architecture, *, divided: bool = False) -> Decoder:
-    """The model's shape, with those layers in fp8 that keep copies of their weights. divided: as in `sketch_model`."""
-    module = sketch_model(architecture, config.model, config.train, config.lora, divided=divided)
+def sketch_of(
+    config: Config, architecture: Architecture, stage: Stage | None = None, dims: ParallelDims | None = None
+) -> Decoder:
+    """The model's shape, with those layers in fp8 that keep copies of their weights.
+
+    stage: of a pipeline; None: all. dims: what a rank of these has of experts and matrices; None: all.
+    """
+    kernels = None if dims is None else shared_kernels(tp=dims.tp, ep=dims.ep)
+    module = sketch_model(architecture, config.model, config.train, config.lora, kernels=kernels)
     if config.train.fp8 == "tensorwise":
         convert_linears(module.layers, "tensorwise")
+    if stage is not None:
+        module.keep(stage)
     return module
 
 
-def _kept_bytes(train: TrainConfig, whole: _Size, dtypes: KeptDtypes, dims: ParallelDims) -> tuple[float, int]:
-    """Bytes that a rank keeps throughout a step, and bytes of gradients for each trained parameter that a pass adds."""
+def _kept_bytes(
+    train: TrainConfig, whole: Sizes, dtypes: KeptDtypes, dims: ParallelDims
+) -> tuple[dict[str, float], int]:
+    """Bytes that a rank keeps throughout a step, by what they are, and bytes of gradients for each trained parameter
+    that a pass adds.
+    """
     kept = dtypes.trained.itemsize
     state = kept if train.optimizer == "adamw" else DTYPES[train.optimizer_dtype].itemsize
     summed, grown = _gradient_bytes(train, dtypes.trained, dims)
-    of_trained = kept + summed + NUM_STATES[train.optimizer] * state
-    return (whole.trained * of_trained + whole.frozen_bytes + whole.fp8_bytes) / _num_parts(dims), grown
+    parts = {
+        "parameters": whole.trained * kept + whole.frozen_bytes + whole.fp8_bytes,
+        "gradients": whole.trained * summed,
+        "optimizer": whole.trained * NUM_STATES[train.optimizer] * state,
+    }
+    return {name: num_bytes / _num_parts(dims) for name, num_bytes in parts.items()}, grown
 
 
 def _gradient_bytes(train: TrainConfig, dtype: torch.dtype, dims: ParallelDims) -> tuple[int, int]:
@@ -322,7 +377,7 @@ def _gradient_bytes(train: TrainConfig, dtype: torch.dtype, dims: ParallelDims) 
 
 
 @dataclass(frozen=True)
-class _Size:
+class Sizes:
     """The number of trained parameters, and bytes: of frozen ones as they are kept, of fp8 copies, of all gathered."""
 
     trained: int
@@ -331,7 +386,7 @@ class _Size:
     gathered_bytes: int
 
     @classmethod
-    def of(cls, module: nn.Module, compute: int, kept: int) -> _Size:
+    def of(cls, module: nn.Module, compute: int, kept: int) -> Sizes:
         """compute: bytes of a trained parameter as it is gathered; kept: of a frozen one that is not quantised."""
         stored = stored_parameters(module).values()
         apart = {id(parameter) for parameter in stored}
@@ -347,3 +402,9 @@ class _Size:
             fp8 += num * is_copied * E4M3.itemsize
             gathered += num * (E4M3.itemsize if is_copied else compute if is_trained else kept)
         return cls(trained, frozen * kept + stored_bytes, fp8, gathered + stored_bytes)
+
+    def __add__(self, other: Sizes) -> Sizes:
+        return Sizes(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Sizes) -> Sizes:
+        return Sizes(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))

@@ -72,8 +72,9 @@ class Operation:
 
     name: the operator's, without its namespace. num_bytes: read and written. flops: of its products.
     products: what it multiplies. is_backward: of attention and experts. scale: the tokens of a document (attention) or
-    the rows of an expert, on which the rate depends. channels: of a head. collective: of an exchange, with the bytes of
-    all ranks together in `num_bytes`. launches: how often the host launches something.
+    the rows of an expert, on which the rate depends. channels: of a head. collective: of an exchange among `ranks`,
+    with the bytes of all of them together in `num_bytes`. ring_bytes: keys and values that attention fetches in a ring.
+    is_plain: of elements, by torch itself. launches: kernels that it launches.
     """
 
     kind: Kind
@@ -85,6 +86,10 @@ class Operation:
     scale: float = 1.0
     channels: int = 0
     collective: Collective | None = None
+    ranks: int = 1
+    ring_bytes: float = 0.0
+    is_plain: bool = False
+    launches: int = 1
 
 
 class Recorder(TorchDispatchMode):
@@ -94,10 +99,12 @@ class Recorder(TorchDispatchMode):
 
     Args:
         lengths: the tokens of the documents of a row.
+        ranks: the numbers of ranks of process groups, by the names by which operators know these.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], ranks: Mapping[str, int] = MappingProxyType({})) -> None:
         super().__init__()
+        self._ranks = ranks
         self.phases: list[list[Operation]] = [[]]
         self._length = sum(each * each for each in lengths) / max(sum(lengths), 1)
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -153,16 +160,17 @@ class Recorder(TorchDispatchMode):
         if changes_inputs(func):
             num_bytes += _num_bytes(given[0]) if given else 0
         if (collective := EXCHANGES.get(name)) is not None:
-            return Operation("exchanges", name, _whole_bytes(collective, given, made), collective=collective)
+            whole = float(max(sum(map(_num_bytes, given)), sum(map(_num_bytes, made))))
+            return Operation("exchanges", name, whole, collective=collective, ranks=self._ranks_of(args))
         if name.startswith("attention_"):
             return self._attention(func, name, args, kwargs, num_bytes, result)
         if name in EXPERTS:
-            return _experts(name, args, num_bytes)
+            return _experts(name, args, num_bytes, self._ranks.get("ep", 1))
         if name.startswith(RECURRENCES):
             return Operation("recurrences", name, num_bytes, flops=float(counted_flops(func, args, kwargs, result)))
         if products := _products(name, args, made):
             return Operation("products", name, num_bytes, sum(each.flops for each in products), tuple(products))
-        return Operation("elements", name, num_bytes)
+        return Operation("elements", name, num_bytes, is_plain=func.namespace == "aten")
 
     def _attention(
         self,
@@ -176,6 +184,10 @@ class Recorder(TorchDispatchMode):
         is_backward = name.endswith("_backward")
         q = args[1 if is_backward else 0]
         flops = float(counted_flops(func, args, kwargs, result))
+        in_ring = "_ring" in name
+        ranks = self._ranks_of(args) if in_ring else 1
+        # Keys and values; backward their gradients, too, in fp32.
+        fetched = sum(map(_num_bytes, args[2:4] if is_backward else args[1:3])) * (3 if is_backward else 1)
         return Operation(
             "attention",
             name,
@@ -184,7 +196,13 @@ class Recorder(TorchDispatchMode):
             is_backward=is_backward,
             scale=self._length,
             channels=q.shape[-1],
+            ranks=ranks,
+            ring_bytes=float(fetched * ranks) if in_ring else 0.0,
         )
+
+    def _ranks_of(self, args: Sequence[Any]) -> int:
+        """The number of ranks of the process group that an operator names."""
+        return next((self._ranks[arg] for arg in args if isinstance(arg, str) and arg in self._ranks), 1)
 
 
 def _products(name: str, args: Sequence[Any], made: Sequence[Tensor]) -> list[Product]:
@@ -220,8 +238,11 @@ def _operand(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _experts(name: str, args: Sequence[Any], num_bytes: float) -> Operation:
-    """The products of experts: two forward, or those of both gradients."""
+def _experts(name: str, args: Sequence[Any], num_bytes: float, ranks: int = 1) -> Operation:
+    """The products of experts: two forward, or those of both gradients.
+
+    Of `ranks` that share the experts, each is offered the choices of all, and has its share of them.
+    """
     is_backward, is_adapted = name.endswith("_backward"), name.startswith("adapted")
     x = args[1 if is_backward else 0]
     if is_adapted:
@@ -233,18 +254,19 @@ def _experts(name: str, args: Sequence[Any], num_bytes: float) -> Operation:
         gate_up, choices = args[2 if is_backward else 1], args[5 if is_backward else 4]
         num_experts, columns = gate_up.shape[0], gate_up.shape[1]
         trains = bool(args[11]) if is_backward else False
-    num_rows = choices.shape[0]
+    num_rows = choices.shape[0] / ranks
     # Up and down; the down product has as many multiply-adds as half of the gated up product.
     forward = 2 * num_rows * x.shape[1] * columns * 1.5
     factor = 1 if not is_backward else 1 + trains
     return Operation(
-        "experts", name, num_bytes, forward * factor, is_backward=is_backward, scale=num_rows / max(num_experts, 1)
+        "experts",
+        name,
+        num_bytes,
+        forward * factor,
+        is_backward=is_backward,
+        scale=num_rows / max(num_experts, 1),
+        launches=10 if is_backward else 6,
     )
-
-
-def _whole_bytes(collective: Collective, given: Sequence[Tensor], made: Sequence[Tensor]) -> float:
-    """The bytes of the tensors of all ranks that a collective joins or divides."""
-    return float(max(sum(map(_num_bytes, given)), sum(map(_num_bytes, made))))
 
 
 def _inner_bytes(name: str, args: Sequence[Any]) -> int:
@@ -268,13 +290,13 @@ def _inner_bytes(name: str, args: Sequence[Any]) -> int:
         x = args[0]
         return int(args[6] * x.shape[1] * x.dtype.itemsize)
     if name in EXPERTS:
-        operation = _experts(name, args, 0.0)
-        x = args[1 if operation.is_backward else 0]
-        num_rows = args[(10 if name.startswith("adapted") else 4) + operation.is_backward].shape[0]
-        columns = (args[(5 if name.startswith("adapted") else 1) + operation.is_backward]).shape[1]
+        is_backward, is_adapted = name.endswith("_backward"), name.startswith("adapted")
+        x, num_passes = args[1 if is_backward else 0], 1 if is_adapted else args[10 if is_backward else 8]
+        num_rows = -(-args[(10 if is_adapted else 4) + is_backward].shape[0] // num_passes)
+        columns = args[(5 if is_adapted else 1) + is_backward].shape[1]
         # The gathered rows, the activation, and the rows of the output.
         rows = 2 * x.shape[1] + columns // 2
-        if operation.is_backward:
+        if is_backward:
             rows += x.shape[1] + columns
         return num_rows * rows * x.dtype.itemsize
     return 0

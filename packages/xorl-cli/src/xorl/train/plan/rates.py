@@ -17,7 +17,7 @@ from itertools import product
 from typing import cast
 
 FOLDER = resources.files("xorl.train.plan") / "rates"
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 Json = Mapping[str, "Json"] | Sequence["Json"] | str | int | float | None
 

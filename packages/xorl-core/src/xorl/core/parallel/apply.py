@@ -297,10 +297,7 @@ def parallelize(
     _PARALLELIZED.add(model)
     layers, head = layers_of(model), getattr(model, "lm_head", None)
     encoder_layers = encoder_layers_of(model)
-    if policy.fp8 != "none":
-        convert_linears(layers, policy.fp8)
-        convert_experts(layers, device.type)
-    _recompute(encoder_layers, layers, policy)
+    convert_and_recompute_(model, policy, device.type)
     if policy.compile_backend is not None:
         compile_layers(list(layers), backend=policy.compile_backend, device_type=device.type)
     if policy.activation_offload_limit is not None:
@@ -336,8 +333,13 @@ def parallelize(
     return ParallelModel(model, forward, mesh, fp8_weights, policy.reshard_after_forward)
 
 
-def _recompute(encoder_layers: nn.ModuleList, layers: nn.ModuleList, policy: ParallelPolicy) -> None:
-    """Set up recomputation. Layers of an encoder that is not trained keep nothing."""
+def convert_and_recompute_(model: nn.Module, policy: ParallelPolicy, device_type: str) -> None:
+    """The first two steps of `parallelize`, which need neither memory nor other ranks."""
+    encoder_layers, layers = encoder_layers_of(model), layers_of(model)
+    if policy.fp8 != "none":
+        convert_linears(layers, policy.fp8)
+        convert_experts(layers, device_type)
+    # Layers of an encoder that is not trained keep nothing.
     if any(parameter.requires_grad for parameter in encoder_layers.parameters()):
         # Modules that are recomputed in the decoder are not those of the encoder.
         part = policy.recompute if isinstance(policy.recompute, str) else "none"

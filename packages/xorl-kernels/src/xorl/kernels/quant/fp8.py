@@ -12,6 +12,9 @@ Shapes: R rows, C columns, P the rows rounded up to a multiple of 16 (padding ho
 Other shapes and dtypes, and tensors on several devices, raise ValueError.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 
 import torch
@@ -40,6 +43,20 @@ def fp8_refusal(device: torch.device) -> str | None:
     return None
 
 
+# Whether fp8 tensors stand for those of a GPU, though they are not there.
+_planned: ContextVar[bool] = ContextVar("_planned", default=False)
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Context manager in which fake tensors on a CPU are multiplied by the operator that a GPU would call."""
+    token = _planned.set(True)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -61,7 +78,7 @@ def scaled_mm(
     """
     _check_product(a, b, descale_a, descale_b, out_dtype)
     by_row = descale_a.dim() == 1
-    if a.is_cuda:
+    if a.is_cuda or _planned.get():
         product = torch_private.scaled_mm(
             a,
             b.t(),

@@ -1,0 +1,458 @@
+"""What a step of one layout needs and how long it takes, from the passes of its layers and the rates of a card.
+
+Times are those of the slowest rank, in seconds. A GPU and its host work at the same time, so a micro-batch takes as
+long as the slower of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from xorl.config import Config
+from xorl.config.preference import WITH_REFERENCE
+from xorl.core.mesh import ParallelDims
+from xorl.core.models.stages import Stage
+from xorl.core.nn.all_gather import sent_share
+from xorl.core.nn.moe import Experts
+from xorl.core.optim.newton_schulz import orthogonalisation_flops
+from xorl.core.parallel.copy_engine import WINDOW_BYTES
+from xorl.core.parallel.schedule import actions, idle_share
+from xorl.train.architecture import Architecture
+from xorl.train.layer_kernels import dispatch_name, num_active
+from xorl.train.model import DTYPES, KeptDtypes, pipeline_stages, sketch_model
+from xorl.train.parallel_sizes import chunks_of
+from xorl.train.plan.operations import Operation
+from xorl.train.plan.passes import NOTHING, Cost, ModelPass, Passes
+from xorl.train.plan.rates import GIB, Rates
+from xorl.train.recompute_choice import USABLE
+from xorl.train.step_memory import (
+    IN_FLIGHT,
+    NUM_STATES,
+    Sizes,
+    gathered_itemsizes,
+    held_of,
+    pass_peak,
+    ring_bytes,
+    sketch_of,
+)
+
+# Of a device, for CUDA's context and loaded kernels.
+CONTEXT_BYTES = 0.6 * GIB
+# Scans of recurrences, which multiply small matrices; from the layer of docs/records/training.md.
+RECURRENT_FLOPS_PER_S = 60e12
+# Of Muon's three products, two are symmetric, and only a triangle of them is computed.
+COMPUTED_SHARE = 2 / 3
+# Of torch's operations on elements, compiled code launches so many: it fuses them with others.
+FUSED_SHARE = 0.25
+# Seconds of the host for each parameter of a unit: FSDP2 lists on the host where blocks of its gradients go.
+LISTING_S = 1e-11
+# The time of a backward pass, in forward passes.
+BACKWARD = 2.0
+PRODUCT_NAMES = {torch.float32: "fp32", torch.float64: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
+OF_EXPERTS = ("gather_tokens", "gather_rows", "reduce_rows", "reduce_tokens")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The step of a layout, on the rank that takes longest and the rank that needs most.
+
+    seconds: of a step, by what takes them; they add up to it. memory: bytes on the device, by what needs them; they add
+    up to the peak. usable: bytes that a step may take. bound: the peak if gradients on their way were there throughout,
+    as `recompute_policy: auto` assumes.
+    """
+
+    seconds: Mapping[str, float]
+    memory: Mapping[str, float]
+    usable: float
+    bound: float
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the peak of a step."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.usable
+
+
+class Work(NamedTuple):
+    """Seconds of a GPU by what it computes, seconds of its exchanges, and what the host launches."""
+
+    computing: dict[str, float]
+    exchanging: float
+    launches: float
+
+    @property
+    def gpu_s(self) -> float:
+        return sum(self.computing.values()) + self.exchanging
+
+
+class _Part(NamedTuple):
+    """What one rank does in a step. chunks_s: of both passes of a micro-batch, for each chunk of layers."""
+
+    seconds: dict[str, float]
+    chunks_s: list[float]
+    memory: dict[str, float]
+    beyond: float
+
+    @property
+    def busy_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+class Estimator:
+    """Estimates layouts of one model on one kind of card.
+
+    Args:
+        longest: tokens of a document, of which rows are full.
+    """
+
+    def __init__(self, architecture: Architecture, rates: Rates, longest: int) -> None:
+        self._architecture = architecture
+        self._rates = rates
+        self._passes = Passes(architecture, longest)
+        self._sizes: dict[object, _HeldSizes] = {}
+        self._works: dict[object, tuple[Cost, Work]] = {}
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a device that a step may take."""
+        return USABLE * (self._rates.memory_gib * GIB - CONTEXT_BYTES)
+
+    def estimate(self, config: Config, dims: ParallelDims) -> Estimate:
+        """The step of `config`, whose recomputation is not `auto`, in a layout."""
+        whole = Stage((range(self._architecture.config.num_layers),))
+        stages = pipeline_stages(config, self._architecture) if dims.pp > 1 else [whole]
+        model_pass = self._layers(config, dims)
+        parts = [self._part(config, dims, stages, number, model_pass) for number in range(len(stages))]
+        slowest = max(parts, key=lambda part: part.busy_s)
+        seconds = dict(slowest.seconds)
+        if dims.pp > 1:
+            count, schedule = config.train.gradient_accumulation_steps, config.train.pipeline_parallel_schedule
+            costs = [[chunk / (1 + BACKWARD) for chunk in part.chunks_s] for part in parts]
+            idle = idle_share(schedule, costs, count, backward=BACKWARD)
+            passes = [count * sum(part.chunks_s) for part in parts]
+            waiting = sum(passes) / len(parts) / (1 - idle) - max(passes)
+            seconds["pipeline"] = max(waiting, 0.0)
+        largest = max(parts, key=lambda part: sum(part.memory.values()))
+        shown = {name: value for name, value in seconds.items() if value}
+        return Estimate(shown, largest.memory, self.usable, sum(largest.memory.values()) + largest.beyond)
+
+    def _layers(self, config: Config, dims: ParallelDims) -> ModelPass:
+        """The pass with recomputation in as many layers as the options say."""
+        train = config.train
+        made = self._passes.of(config, dims)
+        count = train.recompute_num_layers
+        if count is None or not train.enable_gradient_checkpointing:
+            return made
+        without = train.model_copy(update={"enable_gradient_checkpointing": False, "recompute_policy": "module"})
+        kept = self._passes.of(config.model_copy(update={"train": without}), dims)
+        return replace(
+            made,
+            forward=(*made.forward[:count], *kept.forward[count:]),
+            backward=(*made.backward[:count], *kept.backward[count:]),
+        )
+
+    def _part(
+        self, config: Config, dims: ParallelDims, stages: Sequence[Stage], number: int, model_pass: ModelPass
+    ) -> _Part:
+        train, stage = config.train, stages[number]
+        embedding = model_pass.embedding if stage.is_first else NOTHING
+        head = model_pass.head if stage.is_last else NOTHING
+        layers = _layers_of(stage)
+        reference = train.preference_reference == "base" and train.loss in WITH_REFERENCE
+        again = 1 + reference
+        forward = [embedding, *(model_pass.forward[index] for index in layers), head] * again
+        backward = [*(model_pass.backward[index] for index in layers), model_pass.rest]
+        work = self._work(config, dims, [*forward, *backward])
+        exposed, num_units = self._gathers(config, dims, stage, model_pass)
+        sending = self._sending_s(config, dims, len(stage.chunks))
+        host = self._rates.host
+        launch_us = host.compiled_us if train.enable_compile else host.operation_us
+        launching = (work.launches * launch_us + num_units * host.unit_us) * 1e-6
+        if num_units:
+            launching += LISTING_S * self._held_sizes(config, dims, stage).in_layers.trained
+        count = train.gradient_accumulation_steps
+        seconds = {
+            **work.computing,
+            "exchanges": work.exchanging + sending,
+            "fsdp": exposed,
+            "accumulation": self._accumulating_s(config, dims, stage),
+        }
+        count = train.gradient_accumulation_steps
+        seconds = {name: value * count for name, value in seconds.items()}
+        seconds["optimizer"] = self._optimizer_s(config, dims, stage)
+        # The host launches the next micro-batch, or the next step, while the GPU computes.
+        seconds["host"] = max(launching * count - sum(seconds.values()), 0.0)
+        both = (model_pass.forward, model_pass.backward)
+        chunks_s = [
+            self._work(config, dims, [costs[index] for index in chunk for costs in both]).gpu_s
+            for chunk in stage.chunks
+        ]
+        for chunk, cost in ((0, embedding), (len(chunks_s) - 1, head)):
+            chunks_s[chunk] += self._work(config, dims, [cost]).gpu_s
+        memory, beyond = self._memory(config, dims, stages, number, model_pass)
+        return _Part(seconds, chunks_s, memory, beyond)
+
+    def _work(self, config: Config, dims: ParallelDims, costs: Iterable[Cost]) -> Work:
+        sent = 1.0
+        if dims.ep > 1 and dispatch_name(self._architecture.config, config.model, dims.ep) != "allgather":
+            sent = sent_share(dims.ep, num_active(self._architecture.config))
+        computing: dict[str, float] = {}
+        exchanging, launches = 0.0, 0.0
+        for cost in costs:
+            key = id(cost), sent, config.train.enable_compile
+            if key not in self._works:
+                # With the cost, so that no other gets its id.
+                self._works[key] = cost, work_of(cost, self._rates, sent, compiled=config.train.enable_compile)
+            work = self._works[key][1]
+            for kind, seconds in work.computing.items():
+                computing[kind] = computing.get(kind, 0.0) + seconds
+            exchanging += work.exchanging
+            launches += work.launches
+        return Work(computing, exchanging, launches)
+
+    def _gathers(self, config: Config, dims: ParallelDims, stage: Stage, model_pass: ModelPass) -> tuple[float, int]:
+        """Seconds of a micro-batch that gathers and reductions of gradients cost, and how often units communicate.
+
+        Those of a layer run beside the computation of its neighbours: what is longer is exposed, and the rest slows the
+        products beside it. Nothing is beside the first gather and the last reduction.
+        """
+        train, links = config.train, self._rates.links
+        if train.data_parallel_mode == "none" or dims.num_shards * dims.num_replicas == 1:
+            return 0.0, 0
+        uses_engines = train.fsdp_collectives != "nccl" and dims.num_shards > 1
+        transport = "copy_engine" if uses_engines else "nccl"
+        gather, reduce = ("engine_gather", "engine_reduce") if uses_engines else ("all_gather", "reduce_scatter")
+        widening = 1 if uses_engines else 2
+        count = train.gradient_accumulation_steps
+        keeps = train.pipeline_parallel_size > 1 and not train.enable_full_shard
+        share = links.beside_products[transport]
+
+        def times(unit: _Unit) -> tuple[float, float]:
+            """Seconds of the gathers, and of the reductions, of a unit in one direction."""
+            gathering = sum(
+                links.seconds(gather, ranks, size.gathered_bytes)
+                for ranks, size in ((dims.num_shards, unit.rest), (dims.num_expert_shards, unit.experts))
+            )
+            reducing = sum(
+                links.seconds(reduce, ranks, size.trained * 2.0 * widening)
+                + links.seconds("all_reduce", dims.num_replicas, size.trained * 4.0 / ranks)
+                for ranks, size in ((dims.num_shards, unit.rest), (dims.num_expert_shards, unit.experts))
+            )
+            return gathering, reducing
+
+        total, sizes = 0.0, self._held_sizes(config, dims, stage)
+        for index, unit in zip(_layers_of(stage), sizes.units, strict=True):
+            gathering, reducing = times(unit)
+            gathering *= 1 / count if keeps else 1
+            computing = [
+                self._work(config, dims, [costs[index]]).gpu_s for costs in (model_pass.forward, model_pass.backward)
+            ]
+            moved = [gathering, reducing + (gathering if train.enable_full_shard else 0.0)]
+            for communicating, beside in zip(moved, computing, strict=True):
+                total += max(communicating - beside, 0.0) + share * min(communicating, beside)
+        total += sum(times(_Unit(sizes.outside, NO_SIZE)))
+        return total, (len(sizes.units) + 1) * (1 + (dims.ep > 1))
+
+    def _held_sizes(self, config: Config, dims: ParallelDims, stage: Stage) -> _HeldSizes:
+        """What the ranks that share a stage have together, and what one has of it."""
+        key = dims.tp, dims.ep, config.train.fp8, config.train.enable_mixed_precision, stage
+        if key not in self._sizes:
+            itemsizes = gathered_itemsizes(config)
+            own = sketch_of(config, self._architecture, stage, dims)
+            units = [_Unit.of(layer, *itemsizes) for layer in own.layers]
+            held = Sizes.of(own, *itemsizes)
+            whole = held
+            if dims.tp * dims.ep > 1:
+                whole = self._held_sizes(config, replace(dims, tp=1, ep=1), stage).whole
+            self._sizes[key] = _HeldSizes(whole, held, units)
+        return self._sizes[key]
+
+    def _sending_s(self, config: Config, dims: ParallelDims, num_chunks: int) -> float:
+        """Seconds in which hidden states of a micro-batch and their gradients pass between stages."""
+        if dims.pp == 1:
+            return 0.0
+        tokens = config.train.micro_batch_size * config.data.sample_packing_sequence_len
+        tokens /= dims.ring * dims.ulysses * dims.tp
+        num_bytes = tokens * self._architecture.config.hidden_size * (2 if config.train.enable_mixed_precision else 4)
+        # Both ways; `seconds` counts what reaches one of two ranks as half of the whole.
+        return 2 * num_chunks * self._rates.links.seconds("send", 2, 2 * num_bytes)
+
+    def _accumulating_s(self, config: Config, dims: ParallelDims, stage: Stage) -> float:
+        """Seconds to add the gradient of a micro-batch to the sum in fp32."""
+        train = config.train
+        if train.gradient_accumulation_steps == 1 or KeptDtypes.of(train, config.lora).trained == torch.float32:
+            return 0.0
+        return self._rates.memory_s(10 * self._trained(config, dims, stage))
+
+    def _trained(self, config: Config, dims: ParallelDims, stage: Stage) -> float:
+        """Trained parameters that a rank keeps."""
+        sizes = self._held_sizes(config, dims, stage)
+        rest = sizes.outside.trained + sum(unit.rest.trained for unit in sizes.units)
+        return rest / dims.num_shards + sum(unit.experts.trained for unit in sizes.units) / dims.num_expert_shards
+
+    def _optimizer_s(self, config: Config, dims: ParallelDims, stage: Stage) -> float:
+        """Seconds of clipping and the optimizer's step: what they read and write, and what Muon multiplies."""
+        train, trained = config.train, self._trained(config, dims, stage)
+        kept = KeptDtypes.of(train, config.lora).trained.itemsize
+        state = kept if train.optimizer == "adamw" else DTYPES[train.optimizer_dtype].itemsize
+        gradient = 4 if train.gradient_accumulation_steps > 1 else kept
+        moved = trained * (2 * kept + gradient + 2 * NUM_STATES[train.optimizer] * state)
+        seconds = moved / (self._rates.adamw_gbps * 1e9) + self._rates.memory_s(trained * gradient)
+        if train.optimizer != "muon":
+            return seconds
+        module = sketch_model(self._architecture, config.model, train, config.lora)
+        flops = sum(
+            orthogonalisation_flops(rows, parameter.shape[1], train.muon_ns_steps)
+            for name, stacked in module.layer_matrices().items()
+            for parameter in [module.get_parameter(name)]
+            if parameter.requires_grad
+            for rows in stacked
+        )
+        width = self._architecture.config.hidden_size
+        per_flop = self._rates.product_s(width, width, width, "bf16") / (2 * width**3)
+        return seconds + COMPUTED_SHARE * flops * per_flop / (dims.num_shards * dims.tp * dims.pp)
+
+    def _memory(
+        self, config: Config, dims: ParallelDims, stages: Sequence[Stage], number: int, model_pass: ModelPass
+    ) -> tuple[dict[str, float], float]:
+        """Bytes at the peak of a step, by what they are, and how many more `recompute_policy: auto` assumes."""
+        train, stage = config.train, stages[number]
+        sizes, layers = self._held_sizes(config, dims, stage), _layers_of(stage)
+        uses_engines = train.fsdp_collectives != "nccl" and dims.num_shards > 1
+        held = held_of(
+            config,
+            dims,
+            sizes.whole,
+            sizes.held,
+            sizes.in_layers,
+            num_layers=len(layers),
+            by_copy_engines=uses_engines,
+        )
+        profiles = [
+            replace(
+                model_pass.profile(index),
+                embedding=(model_pass.embedding if stage.is_first else NOTHING).memory,
+                head=(model_pass.head if stage.is_last else NOTHING).memory,
+            )
+            for index in layers
+        ]
+        parts = {name: value for name, value in held.parts.items() if value}
+        travelling = parts.pop(IN_FLIGHT, 0.0)
+        windows = min(WINDOW_BYTES if uses_engines else 0, travelling)
+        # Gradients are on their way while layers compute backward, and that of the embedding at the end.
+        two_layers = sizes.in_layers.trained * min(2 / len(layers), 1)
+        flying = (travelling - windows) * two_layers / max(two_layers + sizes.outside.trained, 1)
+        embedding = sizes.outside.trained / (1 if self._architecture.config.tie_word_embeddings else 2)
+        at_end = max(flying, embedding * (2 if uses_engines else 4)) if travelling else 0.0
+        peak = pass_peak(profiles, held.gradient_ratio, beside_backward=flying, beside_rest=at_end)
+        bound = travelling - windows + pass_peak(profiles, held.gradient_ratio)
+        if dims.pp > 1:
+            kept = [sum(model_pass.forward[index].memory.kept for index in chunk) for chunk in stage.chunks]
+            peak += _in_flight(config, stages, number, kept) - sum(kept)
+        num_tokens = train.micro_batch_size * config.data.sample_packing_sequence_len // dims.ring // dims.ulysses
+        ring = ring_bytes(config, self._architecture, num_tokens)
+        if windows:
+            parts["windows"] = windows
+        return {**parts, "activations": peak + ring}, max(bound - peak, 0.0)
+
+
+def work_of(cost: Cost, rates: Rates, sent: float, *, compiled: bool) -> Work:
+    """What a phase takes. sent: the share of the pairs of a token and a rank that an exchange of experts sends."""
+    computing: dict[str, float] = {}
+    exchanging, launches = 0.0, 0.0
+    for operation in cost.operations:
+        launches += FUSED_SHARE if compiled and operation.is_plain else operation.launches
+        if operation.collective is not None:
+            num_bytes = operation.num_bytes * (sent if operation.name in OF_EXPERTS else 1.0)
+            exchanging += rates.links.seconds(operation.collective, operation.ranks, num_bytes)
+            continue
+        computing[operation.kind] = computing.get(operation.kind, 0.0) + compute_s(operation, rates)
+        exchanging += rates.links.seconds("all_gather", operation.ranks, operation.ring_bytes)
+    return Work(computing, exchanging, launches)
+
+
+def compute_s(operation: Operation, rates: Rates) -> float:
+    """Seconds of an operation on the GPU: of its products, or to read and write its tensors, whichever is longer."""
+    moving = rates.memory_s(operation.num_bytes)
+    computing = 0.0
+    match operation.kind:
+        case "products":
+            computing = sum(
+                each.number * rates.product_s(each.m, each.n, each.k, PRODUCT_NAMES.get(each.dtype, "fp8"))
+                for each in operation.products
+            )
+        case "attention":
+            computing = rates.attention_s(
+                operation.flops, operation.channels, operation.scale, backward=operation.is_backward
+            )
+        case "experts":
+            computing = rates.experts_s(operation.flops, operation.scale, backward=operation.is_backward)
+        case "recurrences":
+            computing = operation.flops / RECURRENT_FLOPS_PER_S
+        case _:
+            pass
+    return max(computing, moving)
+
+
+def _in_flight(config: Config, stages: Sequence[Stage], number: int, kept: Sequence[float]) -> float:
+    """The most bytes of activations that a stage holds, if each chunk keeps so many for a micro-batch."""
+    train = config.train
+    plan = actions(
+        train.pipeline_parallel_schedule, number, len(stages), train.gradient_accumulation_steps, chunks_of(train)
+    )
+    held = most = 0.0
+    for action in plan:
+        held += kept[action.chunk] * (1 if action.is_forward else -1)
+        most = max(most, held)
+    return most
+
+
+def _layers_of(stage: Stage) -> list[int]:
+    return sorted(index for chunk in stage.chunks for index in chunk)
+
+
+NO_SIZE = Sizes(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What is gathered together: experts, which other ranks may share than the rest, and the rest."""
+
+    rest: Sizes
+    experts: Sizes
+
+    @classmethod
+    def of(cls, layer: nn.Module, compute: int, frozen: int) -> _Unit:
+        found = [Sizes.of(each, compute, frozen) for each in layer.modules() if isinstance(each, Experts)]
+        experts = sum(found, NO_SIZE)
+        return cls(Sizes.of(layer, compute, frozen) - experts, experts)
+
+
+@dataclass(frozen=True)
+class _HeldSizes:
+    """Sizes of a stage: of all ranks that share it, of one of them, and of the latter's layers."""
+
+    whole: Sizes
+    held: Sizes
+    units: Sequence[_Unit]
+
+    @property
+    def in_layers(self) -> Sizes:
+        return sum((unit.rest + unit.experts for unit in self.units), NO_SIZE)
+
+    @property
+    def outside(self) -> Sizes:
+        """Of the embedding, the last norm and the head."""
+        return self.held - self.in_layers

@@ -1,0 +1,218 @@
+"""`xorl plan`: memory and speed of layouts from passes of fake tensors, and layouts that the checks of a run accept."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from live_bytes import LiveBytes
+from local_options import local_config
+from tiny_models import hf_config, write_config
+from xorl.cli.plan import app
+from xorl.config import load_config
+from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.nn import LayerKernels
+from xorl.core.runtime import Runtime
+from xorl.train.model import check_shape
+from xorl.train.model_source import read_architecture
+from xorl.train.plan.estimate import Estimate, Estimator
+from xorl.train.plan.passes import record_pass, representatives
+from xorl.train.plan.plan import Plan, make_plan
+from xorl.train.plan.rates import rates_of
+from xorl.train.recompute_choice import MicroBatch, measure_slice
+from xorl.train.step_memory import pass_peak
+
+SHAPE = hf_config(num_hidden_layers=4, hidden_size=256, intermediate_size=512, vocab_size=4096)
+NUM_GPUS, ROW = 2, 512
+RECOMPUTED: dict[str, dict[str, object]] = {
+    "none": {"enable_gradient_checkpointing": False},
+    "layer": {"enable_gradient_checkpointing": True},
+}
+
+
+def estimated(folder: Path, dims: ParallelDims | None = None, row: int = ROW, **train: object) -> Estimate:
+    write_config(folder, SHAPE)
+    lora, datasets = train.pop("lora", {}), [{"path": "unused", "type": train.pop("rows", "auto")}]
+    assert isinstance(lora, dict)
+    options = {"param_dtype": "bf16", "enable_mixed_precision": True, "data_parallel_mode": "none", **train}
+    options.setdefault("enable_gradient_checkpointing", False)
+    config = local_config(folder, {"sample_packing_sequence_len": row, "datasets": datasets}, lora, **options)
+    return Estimator(read_architecture(config.model), rates_of("h100"), row).estimate(config, dims or ParallelDims())
+
+
+def computing_s(estimate: Estimate) -> float:
+    """Seconds of the GPU; launches of such small layers take longer."""
+    return estimate.step_s - estimate.seconds.get("host", 0.0)
+
+
+@pytest.mark.parametrize("setting", list(RECOMPUTED))
+def test_memory_is_what_the_measurement_of_auto_finds(setting: str, place: Runtime, tmp_path: Path) -> None:
+    # Catches a pass of fake tensors that keeps something else than the pass that `recompute_policy: auto` measures.
+    write_config(tmp_path, SHAPE)
+    lengths = {"sample_packing_sequence_len": 64, "pad_to_multiple_of": 16}
+    config = local_config(tmp_path, lengths, {}, enable_mixed_precision=False, **RECOMPUTED[setting])
+    architecture = read_architecture(config.model)
+    mesh = Mesh(ParallelDims.resolve("fsdp2", 1), "cpu")
+    with LiveBytes() as live:
+        measured = measure_slice(config, setting, architecture, 4, mesh, place.device, MicroBatch(64, 64), live)
+    _, planned = record_pass(architecture, config, ParallelDims(), [64], LayerKernels())
+    assert [phase.kept for phase in planned.forward] == [phase.kept for phase in measured.forward]
+    assert [phase.gradients for phase in planned.backward] == [phase.gradients for phase in measured.backward]
+    expected = pass_peak([measured] * 4, 1.0)
+    assert pass_peak([planned] * 4, 1.0) == pytest.approx(expected, rel=0.02)
+
+
+def test_the_first_the_last_and_each_kind_of_layer_stand_for_all(tmp_path: Path) -> None:
+    # Catches layers of another kind that are planned as if they were like their neighbours.
+    shape = {"layer_types": ["full_attention", "sliding_attention"] * 4, "sliding_window": 8, "num_hidden_layers": 8}
+    write_config(tmp_path, hf_config(**shape, use_sliding_window=True))
+    layers = read_architecture(local_config(tmp_path, {}, {}).model).config.layers
+    assert representatives(layers) == [0, 1, 2, 7]
+    assert representatives(layers[:1]) == [0]
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [ParallelDims(), ParallelDims(dp_shard=4), ParallelDims(tp=2), ParallelDims(dp_shard=2, tp=2)],
+    ids=lambda dims: dims.used or "one",
+)
+def test_what_ranks_keep_adds_up_to_the_model(dims: ParallelDims, tmp_path: Path) -> None:
+    # Catches parameters that a layout counts twice, or forgets.
+    mode = {"data_parallel_mode": "fsdp2"} if dims.dp_shard > 1 else {}
+    whole, shared = estimated(tmp_path), estimated(tmp_path, dims, tensor_parallel_size=dims.tp, **mode)
+    for part in ("parameters", "optimizer"):
+        assert shared.memory[part] * dims.world_size == pytest.approx(whole.memory[part])
+
+
+def test_a_pipeline_divides_the_model(tmp_path: Path) -> None:
+    # Catches a stage that is planned with layers of others, and a pipeline in which nobody waits.
+    options = {"gradient_accumulation_steps": 4, "optimizer": "anyprecision_adamw", "optimizer_dtype": "bf16"}
+    whole = estimated(tmp_path, **options)
+    staged = estimated(tmp_path, ParallelDims(pp=2), pipeline_parallel_size=2, **options)
+    assert whole.memory["parameters"] / 2 <= staged.memory["parameters"] < 0.8 * whole.memory["parameters"]
+    assert staged.seconds["pipeline"] > 0
+    assert computing_s(staged) < computing_s(whole)
+
+
+def test_more_tokens_take_longer_and_recomputation_trades_memory_for_time(tmp_path: Path) -> None:
+    # Catches a term with the wrong sign.
+    short, long = estimated(tmp_path), estimated(tmp_path, row=4 * ROW)
+    assert computing_s(long) > computing_s(short)
+    assert long.step_s >= short.step_s
+    assert long.memory["activations"] > short.memory["activations"]
+    recomputed = estimated(tmp_path, row=4 * ROW, enable_gradient_checkpointing=True)
+    assert recomputed.memory["activations"] < long.memory["activations"]
+    assert recomputed.seconds["products"] > long.seconds["products"]
+    assert recomputed.peak <= recomputed.bound
+
+
+def test_adapters_train_less_and_keep_no_states_of_the_base(tmp_path: Path) -> None:
+    # Catches a frozen base with gradients or optimizer states.
+    full, lora = estimated(tmp_path), estimated(tmp_path, lora={"enable_lora": True, "lora_rank": 4})
+    assert lora.memory["optimizer"] < full.memory["optimizer"] / 5
+    assert lora.seconds["optimizer"] < full.seconds["optimizer"]
+
+
+def test_preferences_with_the_base_as_reference_compute_it_too(tmp_path: Path) -> None:
+    # Catches a second forward pass in each step that no plan knows of.
+    lora = {"enable_lora": True, "lora_rank": 4}
+    plain = estimated(tmp_path, lora=dict(lora))
+    compared = estimated(tmp_path, lora=dict(lora), loss="dpo", rows="preference")
+    assert compared.seconds["attention"] > plain.seconds["attention"]
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    write_config(folder, SHAPE)
+    sections = {
+        "model": {"config_path": str(folder)},
+        "data": {"datasets": [{"path": "dummy"}], "sample_packing_sequence_len": ROW},
+        "train": {
+            "output_dir": str(folder / "out"),
+            "data_parallel_mode": "fsdp2",
+            "param_dtype": "bf16",
+            "enable_gradient_checkpointing": True,
+            "recompute_policy": "auto",
+            "gradient_accumulation_steps": 4,
+            "max_steps": 10,
+        },
+    }
+    file = folder / "config.yaml"
+    file.write_text(json.dumps(sections))
+    return file
+
+
+@pytest.fixture(scope="module")
+def plan(config_file: Path) -> Plan:
+    config = load_config(config_file).config
+    return make_plan(config_file, (), config, read_architecture(config.model), rates_of("h100"), NUM_GPUS, ROW)
+
+
+def test_every_layout_is_one_that_a_run_accepts_with_the_same_rows(plan: Plan) -> None:
+    # Catches a proposal that `xorl train` refuses, and one that trains on another batch.
+    own = plan.configured
+    assert own is not None
+    architecture = read_architecture(own.candidate.config.model)
+    for row in plan.rows:
+        config = row.candidate.config
+        check_shape(architecture, config.model, config.train, config.lora, "cuda")
+        assert row.candidate.bins_per_step == own.candidate.bins_per_step == 4 * NUM_GPUS
+        assert row.candidate.dims.world_size == NUM_GPUS
+    used = {row.candidate.dims.used for row in plan.rows}
+    assert used == {"dp_shard 2", "tp 2", "pp 2", "ulysses 2", "ring 2"}
+
+
+def test_the_fastest_that_fits_is_first_and_limits_are_shares(plan: Plan) -> None:
+    # Catches a list in another order, and parts that are more than the whole.
+    rates = [row.tokens_per_s for row in plan.rows if row.estimate.fits]
+    assert rates == sorted(rates, reverse=True)
+    assert all(0 < row.limit[1] <= 1 for row in plan.rows)
+
+
+def test_the_command_prints_layouts_and_json(config_file: Path) -> None:
+    # Catches a table without the configuration, and JSON that programs cannot read.
+    shown = CliRunner().invoke(app, [str(config_file)])
+    assert shown.exit_code == 0, shown.output
+    for text in ("1 x NVIDIA H100", "* ", "tokens/s", "memory of a rank", "a step of"):
+        assert text in shown.output
+    printed = CliRunner().invoke(app, [str(config_file), "--gpus", "1", "--gpu", "h200", "--json", "--tokens", "1e9"])
+    found = json.loads(printed.stdout)
+    (own,) = [row for row in found["layouts"] if row["configured"]]
+    assert found["gpu"] == "h200"
+    assert own["run_s"] == pytest.approx(1e9 / own["tokens_per_s"])
+    assert sum(own["memory"].values()) == pytest.approx(own["peak"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--gpu", "abacus"], "known: h100, h200"),
+        (["--gpus", "16"], "plan for one host"),
+        (["--train.enable_cpu_offload", "true"], "plans do not cover parameters in host memory"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(config_file: Path, arguments: list[str], text: str) -> None:
+    # Catches numbers for what nothing is known about.
+    result = CliRunner().invoke(app, [str(config_file), *arguments])
+    assert result.exit_code == 2
+    assert text in result.output
+
+
+def test_a_configuration_that_cannot_run_on_so_many_gpus_says_so_and_shows_others(config_file: Path) -> None:
+    # Catches a plan that silently changes the sizes that the configuration asks for.
+    options = ["--train.tensor_parallel_size=2", "--train.recompute_policy=module"]
+    result = CliRunner().invoke(app, [str(config_file), "--gpus", "3", *options])
+    assert result.exit_code == 0, result.output
+    assert "cannot run on 3 GPUs" in result.output
+    assert "divides the 4 rows of a step" in result.output
+    more = CliRunner().invoke(app, [str(config_file), "--gpus", "3", *options, "--train.gradient_accumulation_steps=3"])
+    assert "fsdp 3" in more.output
+
+
+def test_planning_leaves_torch_as_it_was(plan: Plan) -> None:
+    # Catches a fake mode or hooks that outlive the plan.
+    assert plan.rows
+    assert type(torch.ones(2) + 1) is torch.Tensor
