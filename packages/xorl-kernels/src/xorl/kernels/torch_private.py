@@ -13,6 +13,7 @@ from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "scaled_mm",
     "start_all_to_all",
     "storage_key",
+    "tree_leaves",
     "wait_tensor",
 ]
 

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from xorl.kernels.linear_ce import GRADIENT_BYTES, LOGITS_BYTES, chunk_rows
 from xorl.kernels.torch_private import (
@@ -24,6 +23,7 @@ from xorl.kernels.torch_private import (
     counted_flops,
     operator_name,
     storage_key,
+    tree_leaves,
 )
 
 Kind = Literal["products", "attention", "experts", "recurrences", "exchanges", "elements"]
