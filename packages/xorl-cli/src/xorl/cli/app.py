@@ -45,6 +45,7 @@ COMMANDS: dict[str, Entry] = {
     "serve": Entry("xorl.cli.serve", "Service", "Serve training and sampling to clients, or show a service's status."),
     "data": Entry("xorl.cli.data", "Data", "Prepare and inspect training data."),
     "config": Entry("xorl.cli.config", "Configuration", "Show a resolved configuration, and document options."),
+    "doctor": Entry("xorl.cli.doctor", "About", "Examine the machine, and say what to do."),
     "version": Entry("xorl.cli.version", "About", "Print versions and devices."),
 }
 

@@ -13,6 +13,11 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 @app.command(name="version")
 def version_command() -> None:
     """Print the versions of xorl, torch and Python, and the devices."""
+    print_versions()
+
+
+def print_versions() -> None:
+    """Prints a line for each package, Python, the platform and the devices."""
     rows = [(name, version(name)) for name in (*DISTRIBUTIONS, "torch")]
     rows += [("python", platform.python_version()), ("platform", platform.platform()), ("device", _devices())]
     width = max(len(name) for name, _ in rows)

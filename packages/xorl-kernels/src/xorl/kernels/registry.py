@@ -83,6 +83,13 @@ class Registry(Generic[RequestT, FunctionT]):
         """The name of the backend whose function `resolve` returns; raises its errors for "auto"."""
         return self._resolve_auto(request)[0] if name == AUTO else name
 
+    def missing(self, request: RequestT) -> list[str]:
+        """For each backend that "auto" would prefer to the one it takes, if its library were installed: what lacks."""
+        chosen = self.resolved_name(AUTO, request)
+        preferred = [self._backends[name] for name in self._preference[: self._preference.index(chosen)]]
+        lacking = [(backend.name, backend.missing()) for backend in preferred if _reason(backend, request) is None]
+        return [f"{name}: {reason}" for name, reason in lacking if reason is not None]
+
     def check(self, name: str, request: RequestT) -> None:
         """Raise the errors of `resolve` for a name, as far as they can be found without importing the library."""
         self._check_request(request)
