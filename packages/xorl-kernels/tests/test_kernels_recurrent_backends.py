@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from xorl.kernels.recurrent import PLAIN_RECURRENCE, RECURRENCES, RecurrenceFns, RecurrenceRequest, resolve_recurrence
+from xorl.kernels.recurrent import certify as certify_module
 from xorl.kernels.recurrent.certify import certify
 from xorl.kernels.recurrent.norms import gated_norm, norm_of_gated, unit_norm
+from xorl.kernels.registry import Backend, Registry
 
 REQUEST = RecurrenceRequest("cpu", torch.float32, (8, 12))
 OF_STATE_SPACE = RecurrenceRequest("cpu", torch.float32, states=(8, 12))
@@ -88,3 +90,18 @@ def test_wrong_functions_are_not_certified(
     functions: RecurrenceFns = replace(PLAIN_RECURRENCE, **{name: copied(getattr(PLAIN_RECURRENCE, name), change)})
     with pytest.raises(RuntimeError, match=f"^{name} {message}"):
         certify(functions, request_)
+
+
+def test_auto_passes_over_what_is_not_certified_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Catches a run that stops, on a device where a backend that nobody asked for is wrong.
+    wrong = replace(PLAIN_RECURRENCE, gated_delta=copied(PLAIN_RECURRENCE.gated_delta, wrong_gradient))
+    backend = Backend("wrong", load=lambda: wrong, refusal=lambda request: None)
+    registry = Registry("recurrence", RecurrenceRequest, preference=("wrong",))
+    registry.register(backend)
+    monkeypatch.setattr(certify_module, "RECURRENCES", registry)
+    assert resolve_recurrence("auto", REQUEST) is PLAIN_RECURRENCE
+    assert "plain is used, which is slower, not wrong: gated_delta is not what" in caplog.text
+    with pytest.raises(RuntimeError, match=r"^gated_delta is not what"):
+        resolve_recurrence("wrong", REQUEST)

@@ -3,6 +3,7 @@
 Libraries are compiled for the device when they are first called, and their gradients have been wrong on some.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.recurrent.backends import PLAIN_RECURRENCE, RECURRENCES, RecurrenceFns, RecurrenceRequest
+from xorl.kernels.registry import AUTO
+
+logger = logging.getLogger(__name__)
 
 # Documents of one token, shorter than a convolution, and longer than chunks of 64.
 LENGTHS = (200, 1, 3, 70)
@@ -24,17 +28,25 @@ Compute = Callable[[RecurrenceFns, Sequence[Tensor], SequenceLayout], Tensor]
 
 
 def resolve_recurrence(name: str, request: RecurrenceRequest) -> RecurrenceFns:
-    """The functions of the backend `name`; "auto" takes the first that can run: fla, else plain.
+    """The functions of the backend `name`; "auto" takes the first that can run: fla, else batched, else plain.
 
-    Functions of a library are certified first.
+    All but the plain functions are certified first. If that fails, "auto" takes the plain ones, with a warning.
 
     Raises:
         ValueError: there is no backend of that name.
         RuntimeError: the backend cannot run the request, or computes something else than the plain functions.
     """
     functions = RECURRENCES.resolve(name, request)
-    if functions is not PLAIN_RECURRENCE:
+    if functions is PLAIN_RECURRENCE:
+        return functions
+    try:
         certify(functions, request)
+    except RuntimeError as error:
+        if name != AUTO:
+            raise
+        chosen = RECURRENCES.resolved_name(AUTO, request)
+        logger.warning("recurrence backend plain is used, which is slower, not %s: %s", chosen, error)
+        return PLAIN_RECURRENCE
     return functions
 
 
