@@ -73,7 +73,7 @@ def result(folder: Path, run: str, dispatch: str | None = None, fault: Callable[
     of_model = {} if dispatch is None else {"ep_dispatch": dispatch}
     config = run_config(folder, "model", {**layout, **train, **only}, lora, of_model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_module, "_policy", partial(uncompiled_policy, model_module._policy))
+        patch.setattr(model_module, "parallel_policy", partial(uncompiled_policy, model_module.parallel_policy))
         if run == ON_ONE_RANK:
             patch.setattr(moe, "top_experts", to_first_rank)
         if dispatch == "allgather":

@@ -166,5 +166,6 @@ SPEC = ModelSpec(
         unused=r"mtp\.",
         spellings={"backbone.": "model."},
     ),
-    adapter_targets=("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "mixer.up_proj", "mixer.down_proj"),
+    # PEFT loads no adapter on the out_proj of a state space.
+    adapter_targets=("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "mixer.up_proj", "mixer.down_proj"),
 )

@@ -14,7 +14,6 @@ Other shapes and dtypes, and tensors on several devices, raise ValueError.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import ModuleType
 
 import torch
@@ -43,18 +42,20 @@ def fp8_refusal(device: torch.device) -> str | None:
     return None
 
 
-# Whether fp8 tensors stand for those of a GPU, though they are not there.
-_planned: ContextVar[bool] = ContextVar("_planned", default=False)
+class _Planned:
+    """Whether fp8 tensors stand for those of a GPU, though they are not there. The compiler can read it."""
+
+    now = False
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Context manager in which fake tensors on a CPU are multiplied by the operator that a GPU would call."""
-    token = _planned.set(True)
+    before, _Planned.now = _Planned.now, True
     try:
         yield
     finally:
-        _planned.reset(token)
+        _Planned.now = before
 
 
 def scaled_mm(
@@ -78,7 +79,7 @@ def scaled_mm(
     """
     _check_product(a, b, descale_a, descale_b, out_dtype)
     by_row = descale_a.dim() == 1
-    if a.is_cuda or _planned.get():
+    if a.is_cuda or _Planned.now:
         product = torch_private.scaled_mm(
             a,
             b.t(),
