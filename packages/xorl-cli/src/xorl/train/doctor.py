@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.cuda import nccl
 
 from xorl.core import runtime
 from xorl.core.nn.kernels import choose_kernels
@@ -180,8 +181,8 @@ def _links(devices: list[torch.device]) -> Iterator[Finding]:
         place.copy_(source)
         torch.cuda.synchronize(first)
         rates.append(COPIED / _device_ms(first, lambda source=source, place=place: place.copy_(source)) / 1e6)
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    text = f"{min(rates):.0f} to {max(rates):.0f} GB/s from each GPU to the next, NCCL {nccl}"
+    version = ".".join(map(str, nccl.version()))
+    text = f"{min(rates):.0f} to {max(rates):.0f} GB/s from each GPU to the next, NCCL {version}"
     advice = "Sharding will wait for them: prefer replicas, or few large micro-batches. nvidia-smi topo -m shows them."
     is_slow = min(rates) < LINK_GBPS
     yield Finding("links", "warn" if is_slow else "ok", text, advice if is_slow else "")
