@@ -91,7 +91,7 @@ def test_answers_do_not_wait_for_torch(
 def test_help_groups_the_commands(xorl) -> None:
     # Would catch a command that cannot be found.
     told = xorl("--help").out
-    for part in ("Training:\n  train ", "Configuration:\n  config ", "About:\n  version ", "Exit codes: 0 done"):
+    for part in ("Training:\n  train ", "Configuration:\n  config ", "About:\n  doctor ", "Exit codes: 0 done"):
         assert part in told
 
 
