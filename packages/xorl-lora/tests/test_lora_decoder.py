@@ -104,6 +104,10 @@ def test_a_merged_decoder_computes_the_same_without_adapters(options):
     assert model.state_dict().keys() == decoder().state_dict().keys()
 
 
+# Linear layers that PEFT loads no adapter on.
+REFUSED_BY_PEFT = {"NemotronHForCausalLM": "mixer.out_proj"}
+
+
 @pytest.mark.parametrize("architecture", SPECS)
 def test_default_targets_exist_under_the_names_of_checkpoints(architecture):
     """Catches a family whose default targets no layer has, and adapters under names that other tools do not know."""
@@ -111,7 +115,8 @@ def test_default_targets_exist_under_the_names_of_checkpoints(architecture):
     base_names = [name for name, _ in model.named_parameters()]
     targets = SPECS[architecture].default_targets(model.config)
     names = inject(model, AdapterSpec(rank=2, targets=targets))
-    linear = inject(decoder(architecture), AdapterSpec(rank=2))
+    refused = REFUSED_BY_PEFT.get(architecture, "none")
+    linear = [name for name in inject(decoder(architecture), AdapterSpec(rank=2)) if not name.endswith(refused)]
     # In mixtures of experts, the names of other projections are those of experts, too, and these are many.
     mixers = (".self_attn.", ".linear_attn.")
     assert set(names) == {name for name in linear if not model.config.has_experts or any(x in name for x in mixers)}
