@@ -95,10 +95,8 @@ def _gathered_experts(
     gate: Sequence[float],
 ) -> Tensor:
     def compute(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor]:
-        all_x, all_weights, all_ids = all_gather.gather_tokens(
-            x, weights, ids, 0, num_experts, rank, num_ranks, group_name
-        )
-        plan, nothing = RoutePlan.of(all_ids, len(gate_up)), x.new_empty(0)
+        all_x, all_weights, plan = _gathered(x, weights, ids, num_experts, rank, num_ranks, group_name)
+        nothing = x.new_empty(0)
         out, _ = experts_of_plan(
             all_x, gate_up, down, all_weights, *plan, nothing, passes_of(num_ranks), True, products, gate
         )
@@ -148,11 +146,8 @@ def _gathered_experts_backward(
     trains_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def compute(grad: Tensor, x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> tuple:
-        all_x, all_weights, all_ids = all_gather.gather_tokens(
-            x, weights, ids, 0, num_experts, rank, num_ranks, group_name
-        )
-        all_grad = all_gather.gather_rows(grad, 0, num_ranks, group_name)
-        plan, nothing = RoutePlan.of(all_ids, len(gate_up)), x.new_empty(0)
+        all_x, all_weights, plan = _gathered(x, weights, ids, num_experts, rank, num_ranks, group_name)
+        all_grad, nothing = all_gather.gather_rows(grad, 0, num_ranks, group_name), x.new_empty(0)
         given = all_grad, all_x, gate_up, down, all_weights, *plan, nothing, nothing
         grad_x, grad_gate_up, grad_down, grad_weights, _ = experts_of_plan_backward(
             *given, passes_of(num_ranks), trains_experts, products, gate
@@ -190,6 +185,14 @@ def _(
         gate_up.new_empty(gate_up.shape if trains_experts else 0),
         down.new_empty(down.shape if trains_experts else 0),
     )
+
+
+def _gathered(
+    x: Tensor, weights: Tensor, ids: Tensor, num_experts: int, rank: int, num_ranks: int, group_name: str
+) -> tuple[Tensor, Tensor, RoutePlan]:
+    """The tokens [P * M, D] of all ranks, their weights [P * M, K], and the plan of this rank's experts."""
+    all_x, all_weights, all_ids = all_gather.gather_tokens(x, weights, ids, 0, num_experts, rank, num_ranks, group_name)
+    return all_x, all_weights, RoutePlan.of(all_ids, num_experts // num_ranks)
 
 
 def _with_missing(num_missing: int, num_experts: int, *inputs: Tensor) -> list[Tensor]:
