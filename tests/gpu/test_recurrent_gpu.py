@@ -1,11 +1,13 @@
 """Layers with a recurrence on a GPU: the library's functions against plain torch, alone and in a model."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime import Autotuner
 
 from tiny_decoders import tiny_decoder
 from tiny_models import hf_config
@@ -61,6 +63,18 @@ def assert_match(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
     assert max(errors) <= TOLERANCE, errors
 
 
+def tuned_kernels() -> set[str]:
+    """The kernels of the library for which a configuration was chosen by timing."""
+    found = set()
+    for module in [module for name, module in sys.modules.items() if name.startswith("fla.")]:
+        for name, kernel in list(vars(module).items()):
+            while not isinstance(kernel, Autotuner) and hasattr(kernel, "fn"):
+                kernel = kernel.fn
+            if isinstance(kernel, Autotuner) and kernel.cache:
+                found.add(name)
+    return found
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_gated_delta_rule_is_that_of_plain_torch(shape: tuple[int, int, int, int]) -> None:
     # Catches wrong gradients of the compiler, and states or decays that cross borders.
@@ -72,6 +86,7 @@ def test_the_gated_delta_rule_is_that_of_plain_torch(shape: tuple[int, int, int,
     assert_match(found, wanted)
     again = with_gradients(lambda *x: delta(*x, layout), inputs, grad)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    assert tuned_kernels() == set()
     for start, stop in zip(layout.offsets.tolist(), layout.offsets.tolist()[1:], strict=False):
         own = SequenceLayout.from_lengths([stop - start], device="cuda")
         alone = with_gradients(
@@ -111,6 +126,7 @@ def test_norms_are_those_of_plain_torch(num_channels: int) -> None:
         plain = with_gradients(lambda x, scale=scale: PLAIN_RECURRENCE.unit_norm(x, scale), [x], grad, torch.float32)
         assert_match(found, plain)
     found = with_gradients(lambda *x: functions.gated_norm(*x, 1e-6), [x, weight, gate], grad)
+    assert tuned_kernels() == set()
     assert_match(
         found, with_gradients(lambda *x: PLAIN_RECURRENCE.gated_norm(*x, 1e-6), [x, weight, gate], grad, torch.float32)
     )

@@ -1,16 +1,20 @@
 """The functions of recurrent layers by the library fla-core, as torch operators; the only module that imports it.
 
 Imports private functions of the library, so it supports only one version. One of them is replaced: with some releases
-of Triton, its kernel computes wrong gradients on Hopper (flash-linear-attention, issue 640).
+of Triton, its kernel computes wrong gradients on Hopper (flash-linear-attention, issue 640). Its kernels run with fixed
+configurations. The library would choose them by timing in each process, which takes minutes and may end in another
+choice, with other last bits.
 
 Shapes: T tokens, G key heads, H value heads, K and V channels of their heads, C channels of a convolution, W taps.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
 import torch
+import triton
 from fla.modules.causal_conv1d import (  # pyright: ignore[reportMissingImports]
     causal_conv1d_bwd,
     causal_conv1d_fwd,
@@ -26,6 +30,7 @@ from fla.ops.gated_delta_rule.chunk import (  # pyright: ignore[reportMissingImp
 from fla.ops.utils.index import prepare_chunk_indices  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from triton.runtime import Autotuner
 
 from xorl.kernels.fused.rms_norm import add_rms_norm
 from xorl.kernels.layout import SequenceLayout
@@ -34,6 +39,45 @@ from xorl.kernels.recurrent.backends import RecurrenceFns
 from xorl.kernels.recurrent.causal_conv import Activation
 from xorl.kernels.recurrent.delta_triton import CHUNK_TOKENS, chunk_gradients
 from xorl.kernels.recurrent.norms import UNIT_EPS
+
+# The fastest configuration of each kernel, by module: constants, warps and stages. Measured on an H200, 16,384 tokens,
+# 16 key heads and 32 value heads of 128 channels.
+CONFIGS: dict[str, dict[str, tuple[dict[str, int], int, int]]] = {
+    "fla.modules.causal_conv1d.ops": {
+        "causal_conv1d_fwd_kernel": ({"BD": 32}, 4, 3),
+        "causal_conv1d_bwd_kernel": ({"BD": 32}, 4, 3),
+    },
+    "fla.modules.norm.fused_norm_gate": {
+        "layer_norm_gated_fwd_kernel": ({"BT": 32}, 4, 3),
+        "layer_norm_gated_bwd_kernel": ({"BT": 64}, 16, 3),
+    },
+    "fla.ops.common.chunk_delta_h": {
+        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": ({"BV": 64}, 4, 4),
+        "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": ({"BV": 32}, 4, 2),
+    },
+    "fla.ops.common.chunk_o": {
+        "chunk_fwd_kernel_o": ({"BK": 64, "BV": 64}, 4, 3),
+        "chunk_bwd_kernel_dv_local": ({}, 2, 2),
+    },
+    "fla.ops.gated_delta_rule.chunk_fwd": {"chunk_gated_delta_rule_fwd_kkt_solve_kernel": ({"BK": 64}, 1, 3)},
+    "fla.ops.gated_delta_rule.wy_fast": {
+        "recompute_w_u_fwd_kernel": ({}, 4, 3),
+        "prepare_wy_repr_bwd_kernel": ({}, 4, 3),
+    },
+    "fla.ops.utils.cumsum": {"chunk_local_cumsum_scalar_kernel": ({}, 1, 3)},
+}
+
+
+def _fix_configs() -> None:
+    for module, kernels in CONFIGS.items():
+        for name, (constants, num_warps, num_stages) in kernels.items():
+            kernel = getattr(import_module(module), name)
+            while not isinstance(kernel, Autotuner):
+                kernel = kernel.fn
+            kernel.configs = [triton.Config(constants, num_warps=num_warps, num_stages=num_stages)]
+
+
+_fix_configs()
 
 
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: SequenceLayout) -> Tensor:
