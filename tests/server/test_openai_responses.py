@@ -108,7 +108,7 @@ def test_choices_and_formats_become_forms(service) -> None:
     form = {"type": "json_schema", "name": "answer", "schema": CITY, "strict": True}
     _, operation, _ = service(text={"format": form})
     assert isinstance(operation.form, JsonAnswer)
-    assert json.loads(operation.form.schema) == CITY
+    assert json.loads(operation.form.schema.text) == CITY
     _, operation, _ = service(text={"format": {"type": "text"}}, tools=[strict], tool_choice="none")
     assert operation.form is None
 
@@ -168,9 +168,18 @@ def test_conversations_are_bounded_and_a_lost_one_says_what_to_do(service) -> No
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": "a", "mood": 1}]}, "input[0].mood"),
+        ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+        ({"input": []}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name"),
+        ({"tools": [WEATHER | {"mood": 1}]}, "tools[0].mood"),
+        ({"tool_choice": "sometimes", "tools": [WEATHER]}, "tool_choice"),
         ({"tool_choice": {"type": "hosted"}, "tools": [WEATHER]}, "tool_choice"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format.type"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),

@@ -283,7 +283,7 @@ def test_a_choice_of_tools_becomes_a_form_of_the_answer(service, body, names, tr
     form = sample.form
     assert isinstance(form, ToolCalls)
     assert [call.begin for call in form.calls] == [f'<tool_call>\n{{"name": "{one}", "arguments": ' for one in names]
-    assert {json.loads(call.schema)["type"] for call in form.calls} == {"object"}
+    assert {json.loads(call.schema.text)["type"] for call in form.calls} == {"object"}
     assert {call.end for call in form.calls} == {"}\n</tool_call>"}
     assert (form.trigger, form.most, form.separator) == (trigger, most, "\n")
     assert (form.instead is None) == ("response_format" not in body)
@@ -295,9 +295,9 @@ def test_formats_and_strict_functions_become_a_form_of_the_answer(service) -> No
     assert sample.form.trigger == "<tool_call>"
     _, (sample,) = service(response_format=ANSWER)
     assert isinstance(sample.form, JsonAnswer)
-    assert json.loads(sample.form.schema) == CITY
+    assert json.loads(sample.form.schema.text) == CITY
     _, (sample,) = service(response_format={"type": "json_object"})
-    assert json.loads(sample.form.schema) == {"type": "object"}
+    assert json.loads(sample.form.schema.text) == {"type": "object"}
     for nothing in ({}, {"tools": [WEATHER]}, {"tools": [strict], "tool_choice": "none"}):
         _, (sample,) = service(response_format={"type": "text"}, **nothing)
         assert sample.form is None
@@ -316,12 +316,29 @@ def test_with_no_choice_of_tools_the_model_is_not_shown_any(service) -> None:
     [
         ([{"type": "custom", "custom": {"name": "f"}}], None, "tools[0].type", "must be function"),
         ([{"type": "function"}], None, "tools[0].function", "is missing"),
-        ([WEATHER, WEATHER], None, "tools[1].function.name", "which an earlier tool has"),
+        ([{"type": "function", "function": {}}], None, "tools[0].function.name", "is missing"),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
+            "required",
+            "tools[0].function.parameters",
+            "type object",
+        ),
+        ([WEATHER, WEATHER], None, "tools[1].function.name", "also the name of an earlier tool"),
         ([{"type": "function", "function": {"name": "a b"}}], None, "tools[0].function.name", "letters"),
-        ([{"type": "function", "function": {"name": "f", "schema": {}}}], None, "tools[0].function", "unknown field"),
+        (
+            [{"type": "function", "function": {"name": "f", "schema": {}}}],
+            None,
+            "tools[0].function.schema",
+            "not a field",
+        ),
         ([WEATHER], "any", "tool_choice", "must be auto, none, required"),
-        ([], "required", "tool_choice", "one of the functions in tools, which are: none"),
-        ([WEATHER], {"type": "function", "function": {"name": "g"}}, "tool_choice", "which are: weather"),
+        ([], "required", "tool_choice", "needs tools"),
+        (
+            [WEATHER],
+            {"type": "function", "function": {"name": "g"}},
+            "tool_choice",
+            "one of the functions in tools: weather",
+        ),
         ([WEATHER], {"type": "allowed_tools", "allowed_tools": {}}, "tool_choice", "must be auto, none, required"),
     ],
 )
@@ -352,6 +369,7 @@ def test_messages_with_calls_are_refused_where_they_would_be_lost(service) -> No
         ),
         ({"role": "user", "content": "x", "tool_calls": [call]}, "messages[1].tool_calls"),
         ({"role": "function", "name": "f", "content": "x"}, "messages[1].role"),
+        ({"role": "robot", "content": "x"}, "messages[1].role"),
         ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "messages[1].function_call"),
     ):
         answer, _ = service(messages=[QUESTION, message])

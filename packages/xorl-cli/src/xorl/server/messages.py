@@ -13,7 +13,7 @@ from typing import Literal
 from xorl.server.identifiers import Dialect
 from xorl.server.operations import ClientOperation, ClientResult, Failure, ForwardBackward, Message, Sample
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 
 class Health(Message, frozen=True):

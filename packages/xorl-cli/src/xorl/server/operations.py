@@ -162,26 +162,33 @@ class CheckpointSampler(Message, frozen=True):
 SamplerRef = BaseSampler | SessionSampler | NamedSampler | CheckpointSampler
 
 
-class JsonAnswer(Message, frozen=True):
-    """A sample is JSON that a schema allows. schema: as JSON text."""
+class JsonSchema(Message, frozen=True):
+    """A JSON schema, as JSON text. field: the request's name for it, for error messages."""
 
-    schema: str
+    text: str
+    field: str = "schema"
+
+
+class JsonAnswer(Message, frozen=True):
+    """A sample is JSON that the schema allows."""
+
+    schema: JsonSchema
 
 
 class CallTag(Message, frozen=True):
-    """A tool call's text: `begin`, then JSON that `schema` (JSON text) allows, then `end`."""
+    """A tool call's text: `begin`, then JSON that `schema` allows, then `end`."""
 
     begin: str
-    schema: str
+    schema: JsonSchema
     end: str
 
 
 class ToolCalls(Message, frozen=True):
     """A sample has tool calls: `opening`, calls with `separator` between them, `closing`.
 
-    trigger: the text with which calls begin, after other text, which may also be all; None: the sample has nothing but
-    calls. most: the maximum number of calls; None: any. instead: a schema (JSON text); without a trigger, a sample may
-    also be JSON that it allows, instead of calls.
+    trigger: the text that begins calls; any text may come before it, and the sample need not have any calls. None: the
+    sample has nothing but calls. most: the maximum number of calls; None: any. instead: without a trigger, a sample may
+    also be JSON that this schema allows, instead of calls.
     """
 
     calls: tuple[CallTag, ...]
@@ -190,7 +197,7 @@ class ToolCalls(Message, frozen=True):
     closing: str = ""
     trigger: str | None = None
     most: int | None = None
-    instead: str | None = None
+    instead: JsonSchema | None = None
 
 
 AnswerForm = JsonAnswer | ToolCalls

@@ -178,6 +178,18 @@ class CalledJson(msgspec.Struct, frozen=True):
     name: str
     arguments: str | dict[str, Any] = ""
 
+    def for_template(self, where: str) -> dict[str, object]:
+        """The function as templates expect it; raises InvalidField."""
+        arguments: object = self.arguments or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = msgspec.json.decode(arguments)
+            except msgspec.DecodeError:
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise InvalidField(f"{where}.arguments", "must be a JSON object")
+        return {"name": self.name, "arguments": arguments}
+
 
 class CallJson(msgspec.Struct, frozen=True):
     """A tool call in a message."""
@@ -188,16 +200,7 @@ class CallJson(msgspec.Struct, frozen=True):
 
     def for_template(self, where: str) -> dict[str, object]:
         """The call as templates expect it; raises InvalidField."""
-        arguments: object = self.function.arguments or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = msgspec.json.decode(arguments)
-            except msgspec.DecodeError:
-                arguments = None
-        if not isinstance(arguments, dict):
-            raise InvalidField(f"{where}.function.arguments", "must be a JSON object")
-        named = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": named}
+        return {"id": self.id, "type": "function", "function": self.function.for_template(f"{where}.function")}
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

@@ -41,45 +41,45 @@ _PROMPT = "write the prompt yourself, and send its text or token ids to /v1/comp
 _BEGIN = "to have the model continue the last message, set continue_final_message"
 
 
-def alike(names: str, advice: str, *neutral: object) -> dict[str, Unserved]:
-    """The rule for several fields; neutral: the values that request nothing."""
+def rules_for(names: str, advice: str, *neutral: object) -> dict[str, Unserved]:
+    """The same rule for several fields. neutral: the values that request nothing."""
     return {name: Unserved(neutral, advice) for name in names.split()}
 
 
 UNSERVED: Mapping[str, Unserved] = {
-    **alike("tools functions", _TOOLS),
-    **alike("tool_choice function_call", _TOOLS, "none", "auto"),
-    **alike("parallel_tool_calls", _TOOLS, True, False),
-    **alike("structured_outputs guided_json guided_regex guided_choice guided_grammar", _FORMAT),
-    **alike("guided_decoding_backend guided_whitespace_pattern", _FORMAT),
-    **alike("min_p min_tokens", _SAMPLING, 0),
-    **alike("length_penalty", _SAMPLING, 1),
-    **alike("use_beam_search watermarking", _SAMPLING, False),
-    **alike("allowed_token_ids bad_words logprob_token_ids repetition_detection", _SAMPLING),
-    **alike("thinking_token_budget", _SAMPLING, -1),
-    **alike("modalities", _TEXT, ["text"]),
-    **alike("audio media_io_kwargs mm_processor_kwargs prompt_embeds web_search_options moderation", _TEXT),
-    **alike("chat_template documents", _PROMPT),
-    **alike("echo add_special_tokens", _PROMPT, False),
-    **alike("suffix", _PROMPT, ""),
-    **alike("store", "answers are not stored; " + _LEAVE, False),
-    **alike("service_tier", "all requests are equal; " + _LEAVE, "auto", "default"),
-    **alike("priority", "all requests are equal; " + _LEAVE, 0),
-    **alike("verbosity", "ask for the length in the prompt", "medium"),
-    **alike("include_reasoning spaces_between_special_tokens return_mm_kwargs", _LEAVE, True),
-    **alike("truncation_side", _LEAVE, "left"),
-    **alike("routed_experts_prompt_start", _LEAVE, 0),
-    **alike("return_token_offsets return_prompt_text", _LEAVE, False),
-    **alike("cache_salt stream_interval kv_transfer_params ec_transfer_params vllm_xargs", _LEAVE),
+    **rules_for("tools functions", _TOOLS),
+    **rules_for("tool_choice function_call", _TOOLS, "none", "auto"),
+    **rules_for("parallel_tool_calls", _TOOLS, True, False),
+    **rules_for("structured_outputs guided_json guided_regex guided_choice guided_grammar", _FORMAT),
+    **rules_for("guided_decoding_backend guided_whitespace_pattern", _FORMAT),
+    **rules_for("min_p min_tokens", _SAMPLING, 0),
+    **rules_for("length_penalty", _SAMPLING, 1),
+    **rules_for("use_beam_search watermarking", _SAMPLING, False),
+    **rules_for("allowed_token_ids bad_words logprob_token_ids repetition_detection", _SAMPLING),
+    **rules_for("thinking_token_budget", _SAMPLING, -1),
+    **rules_for("modalities", _TEXT, ["text"]),
+    **rules_for("audio media_io_kwargs mm_processor_kwargs prompt_embeds web_search_options moderation", _TEXT),
+    **rules_for("chat_template documents", _PROMPT),
+    **rules_for("echo add_special_tokens", _PROMPT, False),
+    **rules_for("suffix", _PROMPT, ""),
+    **rules_for("store", "answers are not stored; " + _LEAVE, False),
+    **rules_for("service_tier", "all requests are equal; " + _LEAVE, "auto", "default"),
+    **rules_for("priority", "all requests are equal; " + _LEAVE, 0),
+    **rules_for("verbosity", "ask for the length in the prompt", "medium"),
+    **rules_for("include_reasoning spaces_between_special_tokens return_mm_kwargs", _LEAVE, True),
+    **rules_for("truncation_side", _LEAVE, "left"),
+    **rules_for("routed_experts_prompt_start", _LEAVE, 0),
+    **rules_for("return_token_offsets return_prompt_text", _LEAVE, False),
+    **rules_for("cache_salt stream_interval kv_transfer_params ec_transfer_params vllm_xargs", _LEAVE),
 }
 """Fields that would change an answer, or that request something the service cannot do."""
 
 MESSAGE_IGNORED = frozenset(("annotations", "id", "provider_specific_fields", "cache_control"))
 MESSAGE_UNSERVED: Mapping[str, Unserved] = {
-    **alike("function_call", "use tool_calls"),
-    **alike("audio", _TEXT),
-    **alike("refusal", "send it as content", ""),
-    **alike("prefix partial", _BEGIN, False),
+    **rules_for("function_call", "use tool_calls"),
+    **rules_for("audio", _TEXT),
+    **rules_for("refusal", "send it as content", ""),
+    **rules_for("prefix partial", _BEGIN, False),
 }
 PART_IGNORED = frozenset(("cache_control", "prompt_cache_breakpoint"))
 
@@ -125,11 +125,13 @@ def msgspec_of(fields: Mapping[str, Any], kind: type[Body], where: str = "") -> 
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as problem:
-        text = str(problem)
-        if missing := re.match(r"Object missing required field `(\w+)`", text):
-            raise InvalidField(f"{where}{missing[1]}", "is missing", "missing_required_parameter") from None
-        reason, _, path = text.partition(" - at `$.")
+        reason, _, path = str(problem).partition(" - at `$.")
         name = f"{where}{path.rstrip('`')}"
+        if field := re.fullmatch(r"Object (missing required|contains unknown) field `(.*)`", reason):
+            name = f"{name}.{field[2]}" if path else f"{name}{field[2]}"
+            if field[1] == "missing required":
+                raise InvalidField(name, "is missing", "missing_required_parameter") from None
+            raise InvalidField(name, f"is not a field of this call: {_LEAVE}", "unknown_parameter") from None
         raise InvalidField(name, f"has a wrong type: {reason[:1].lower()}{reason[1:]}", "invalid_type") from None
 
 

@@ -16,7 +16,13 @@ from xorl.server.api.context import api_of
 from xorl.server.api.gate import SMALL_BYTES, decode
 from xorl.server.api.openai_answers import chat_logprobs, rows_of
 from xorl.server.api.openai_calls import Call, FinishReason, chat_call, parts_of, read_answer
-from xorl.server.api.openai_responses import Conversations, OutputItem, ResponseBody, answer_message
+from xorl.server.api.openai_responses import (
+    Conversations,
+    OutputItem,
+    ResponseBody,
+    answer_message,
+    in_terms_of_responses,
+)
 from xorl.server.api.responses import JSON, Refusal, json_response, openai_error, refuse_invalid
 from xorl.server.api.sampling_calls import event_stream, sample, while_connected
 from xorl.server.api.tool_formats import ToolCall
@@ -37,10 +43,11 @@ async def responses(request: Request) -> Response:
     earlier = [] if body.previous_response_id is None else api.conversations.get(body.previous_response_id)
     with refuse_invalid():
         chat = body.chat(earlier)
-    answer = _Answer(body, earlier, await chat_call(api, chat), api.conversations)
-    if body.stream:
-        return await event_stream(request, answer.events())
-    _, result = await while_connected(request, sample(api, answer.call.operations[0]))
+    with in_terms_of_responses():
+        answer = _Answer(body, earlier, await chat_call(api, chat), api.conversations)
+        if body.stream:
+            return await event_stream(request, answer.events())
+        _, result = await while_connected(request, sample(api, answer.call.operations[0]))
     (sequence,) = result.sequences
     text, calls, reason = read_answer(answer.call, sequence)
     answer.add(text, calls, sequence)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from xorl.server.api.openai_bodies import ChatBody
-from xorl.server.api.openai_fields import IGNORED, UNSERVED, Unserved, alike, field_names, msgspec_of, served_fields
+from xorl.server.api.openai_bodies import CalledJson, ChatBody
+from xorl.server.api.openai_fields import IGNORED, UNSERVED, Unserved, field_names, msgspec_of, rules_for, served_fields
 from xorl.server.api.responses import JSON, InvalidField, Refusal
 
 # The most that the process keeps of the conversations that clients may continue.
 MAX_CONVERSATIONS = 1024
 MAX_CONVERSATION_BYTES = 64 * 2**20
 LOGPROBS = "message.output_text.logprobs"
+_CHOICES = ("auto", "none", "required")
+_ROLES = ("user", "assistant", "system", "developer")
+# Fields of chat completions, as patterns, and what /v1/responses calls them.
+_NAMES = (
+    (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
+    (re.compile(r"^(tools\[\d+\])\.function"), r"\1"),
+    (re.compile(r"^reasoning_effort"), "reasoning.effort"),
+    (re.compile(r"^messages"), "input"),
+)
 Message = dict[str, Any]
 
 _ITEM_IGNORED = frozenset(("id", "status", "phase"))
@@ -25,13 +36,13 @@ _RESPONSE_IGNORED = frozenset((*(IGNORED - {"metadata"}), "stream_options"))
 _CHAT = "use /v1/chat/completions"
 _RESPONSE_UNSERVED: Mapping[str, Unserved] = {
     **UNSERVED,
-    **alike("background", "answers are made while the call waits; leave it out", False),
-    **alike("truncation", "shorten the input yourself", "disabled"),
-    **alike("conversation", "use previous_response_id, or send the whole conversation as input"),
-    **alike("prompt", "write the instructions yourself"),
-    **alike("max_tool_calls", "set parallel_tool_calls: false for at most one call"),
-    **alike("context_management background_options image access_programs", "leave it out"),
-    **alike("n stop max_tokens max_completion_tokens logprobs messages response_format", _CHAT),
+    **rules_for("background", "answers are made while the call waits; leave it out", False),
+    **rules_for("truncation", "shorten the input yourself", "disabled"),
+    **rules_for("conversation", "use previous_response_id, or send the whole conversation as input"),
+    **rules_for("prompt", "write the instructions yourself"),
+    **rules_for("max_tool_calls", "set parallel_tool_calls: false for at most one call"),
+    **rules_for("context_management background_options image access_programs", "leave it out"),
+    **rules_for("n stop max_tokens max_completion_tokens logprobs messages response_format", _CHAT),
 }
 
 
@@ -61,15 +72,17 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, given: Mapping[str, Any]) -> ResponseBody:
         """The body of a request; raises InvalidField."""
         body = msgspec_of(served_fields(given, field_names(cls), _RESPONSE_IGNORED, _RESPONSE_UNSERVED), cls)
-        # Encrypted reasoning is of answers that this service does not give.
+        # Clients ask for encrypted reasoning by default. This service's answers have none.
         if unknown := [name for name in body.include if name not in (LOGPROBS, "reasoning.encrypted_content")]:
             raise InvalidField("include", f"may only be {LOGPROBS}, got {unknown[0][:90]!r}", "unsupported_parameter")
+        if body.max_output_tokens is not None and body.max_output_tokens < 1:
+            raise InvalidField("max_output_tokens", f"must be 1 or more, got {body.max_output_tokens}")
         return body
 
     def chat(self, earlier: Sequence[Message]) -> ChatBody:
-        """The chat completion that gives the answer; raises InvalidField. earlier: the conversation so far."""
+        """The chat completion that makes the answer; raises InvalidField. earlier: the conversation so far."""
         instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        text = served_fields(self.text, {"format"}, set(), alike("verbosity", "ask for it", "medium"), "text.")
+        text = served_fields(self.text, {"format"}, set(), rules_for("verbosity", "ask for it", "medium"), "text.")
         reasoning = served_fields(self.reasoning, {"effort"}, {"summary", "generate_summary"}, {}, "reasoning.")
         return ChatBody(
             model=self.model,
@@ -93,10 +106,24 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
         """The input as messages of a chat; raises InvalidField."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
+        if not self.input:
+            raise InvalidField("input", "must have at least one item")
         found: list[Message] = []
         for index, item in enumerate(self.input):
             _add_item(found, item, f"input[{index}]")
         return found
+
+
+@contextmanager
+def in_terms_of_responses() -> Iterator[None]:
+    """Name fields as /v1/responses does in refusals of the chat completion that makes an answer."""
+    try:
+        yield
+    except Refusal as refusal:
+        message, param = refusal.message, refusal.param
+        for pattern, name in _NAMES:
+            message, param = pattern.sub(name, message), None if param is None else pattern.sub(name, param)
+        raise Refusal(refusal.status, message, code=refusal.code, param=param) from None
 
 
 class Conversations:
@@ -109,7 +136,7 @@ class Conversations:
         self._kept: OrderedDict[str, bytes] = OrderedDict()
 
     def add(self, response_id: str, messages: Sequence[Message]) -> None:
-        """Keep the messages up to and with an answer, and drop the oldest conversations that are too many."""
+        """Keep the messages up to and including an answer. Drops the oldest conversations beyond the limits."""
         self._kept[response_id] = msgspec.json.encode(messages)
         self._num_bytes += len(self._kept[response_id])
         while len(self._kept) > self._max_number or self._num_bytes > self._max_bytes:
@@ -179,6 +206,8 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str) -> None
     if missing := [name for name in sorted(known[kind]) if name not in found]:
         raise InvalidField(f"{where}.{missing[0]}", "is missing", "missing_required_parameter")
     if kind == "message":
+        if found["role"] not in _ROLES:
+            raise InvalidField(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
         messages.append({"role": found["role"], "content": _text(found["content"], f"{where}.content")})
     elif kind == "function_call_output":
         output = _text(found["output"], f"{where}.output")
@@ -187,9 +216,9 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str) -> None
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         function = {"name": found["name"], "arguments": found["arguments"]}
-        messages[-1].setdefault("tool_calls", []).append(
-            {"id": found["call_id"], "type": "function", "function": function}
-        )
+        msgspec_of(function, CalledJson, f"{where}.").for_template(where)  # so that errors name fields of the item
+        call = {"id": found["call_id"], "type": "function", "function": function}
+        messages[-1].setdefault("tool_calls", []).append(call)
 
 
 def _text(content: object, where: str) -> str:
@@ -217,6 +246,9 @@ def _chat_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 def _chat_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice not in _CHOICES:
+        problem = f'must be {", ".join(_CHOICES)} or {{"type": "function", "name": ...}}'
+        raise InvalidField("tool_choice", problem, "unsupported_parameter")
     return choice
 
 

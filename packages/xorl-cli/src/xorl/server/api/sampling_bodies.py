@@ -17,6 +17,7 @@ from xorl.server.operations import (
     BaseSampler,
     CheckpointSampler,
     JsonAnswer,
+    JsonSchema,
     NamedSampler,
     Sample,
     SamplerRef,
@@ -188,7 +189,9 @@ class GenerateBody(msgspec.Struct, frozen=True):
                 presence_penalty=params.presence_penalty,
                 frequency_penalty=params.frequency_penalty,
                 repetition_penalty=params.repetition_penalty,
-                form=None if params.json_schema is None else JsonAnswer(params.json_schema),
+                form=None
+                if params.json_schema is None
+                else JsonAnswer(JsonSchema(params.json_schema, "sampling_params.json_schema")),
             )
         )
 
@@ -210,7 +213,10 @@ def parse_stop(stop: object) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
 def token_biases(given: Mapping[str, float], vocab_size: int | None) -> tuple[tuple[int, float], ...]:
     """Pairs of a token id and its bias; raises InvalidField."""
     if invalid := [name for name in given if not name.isdecimal()]:
-        raise InvalidField("logit_bias", f"must be from token ids to numbers, got {invalid[0][:100]!r}")
+        raise InvalidField("logit_bias", f"must map token ids to numbers, got the key {invalid[0][:100]!r}")
+    if extreme := [name for name, bias in given.items() if not abs(bias) <= MAX_BIAS]:
+        requirement = f"must be from -{MAX_BIAS} to {MAX_BIAS} for each token"
+        raise InvalidField("logit_bias", f"{requirement}, got {given[extreme[0]]} for token {extreme[0]}")
     ids = [int(name) for name in given]
     tokens_array(ids, vocab_size, "logit_bias")
     return tuple(zip(ids, given.values(), strict=True))
@@ -234,11 +240,6 @@ def validated(sample: Sample, names: Mapping[str, str] = MappingProxyType({})) -
             "repetition_penalty",
             math.isfinite(sample.repetition_penalty) and sample.repetition_penalty > 0,
             "finite and above 0",
-        ),
-        (
-            "logit_bias",
-            all(abs(value) <= MAX_BIAS for _, value in sample.logit_bias),
-            f"from token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}",
         ),
         ("seed", sample.seed is None or -(2**63) <= sample.seed < 2**63, "a signed 64-bit integer"),
     )

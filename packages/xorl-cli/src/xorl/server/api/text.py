@@ -17,6 +17,8 @@ from xorl.server.api.tool_formats import PROBE, ToolFormat, format_of
 
 if TYPE_CHECKING:
     from xorl.data.formats import TextTokenizer
+    from xorl.data.formats.messages import Conversation
+    from xorl.data.formats.template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +26,15 @@ Message = dict[str, object]
 
 # Appended to a message to find its end in the rendered text. A Unicode noncharacter does not occur in real text.
 _END = "\ufdd2"
+# Those that every template shows, or for which another check is made.
+_ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 
 
 class ToolSupport(NamedTuple):
     """What a chat template does with tools.
 
-    shows_tools, shows_results: whether the model sees definitions of tools, and the results of calls. calls: the form
-    in which it writes calls; None if it writes none, or in a form that is not known.
+    shows_tools, shows_results: whether the model sees definitions of tools, and the results of calls. calls: the format
+    in which the template writes calls; None if it writes none, or uses an unknown format.
     """
 
     shows_tools: bool
@@ -69,9 +73,9 @@ class TextCoder:
     ) -> list[int]:
         """Token ids of a conversation, rendered with the tokenizer's chat template and these variables.
 
-        tools: that the template shows to the model. asks_for_answer: end with the template's prompt for an answer.
-        continues_last: end within the last message. Raises Refusal(400) without a tokenizer or a template, or if the
-        template rejects the messages.
+        tools: those that the template shows to the model. asks_for_answer: end with the template's prompt for an
+        answer. continues_last: end within the last message. Raises Refusal(400) without a tokenizer or a template, or
+        if the template rejects messages or leaves one out.
         """
         coder = await self.require(tokenizer)
         chat_tokenizer = await self._chat_tokenizer(tokenizer)
@@ -167,8 +171,8 @@ def _render(
         raise Refusal(400, f"conversations need a chat template: {problem}") from None
     unknown = sorted(variables.keys() - template.variables)
     if unknown:
-        problem = f"the model's chat template has no variable {unknown[0]!r}: leave it out"
-        raise Refusal(400, f"chat_template_kwargs and reasoning_effort: {problem}", param=unknown[0])
+        name = unknown[0] if unknown[0] == "reasoning_effort" else f"chat_template_kwargs.{unknown[0]}"
+        raise Refusal(400, f"{name} is not a variable of the model's chat template: leave it out", param=name)
     if "developer" not in template.mentioned:
         # OpenAI's newer name of the role, which most templates would leave out.
         messages = [one | {"role": "system"} if one["role"] == "developer" else one for one in messages]
@@ -177,10 +181,28 @@ def _render(
     # In the order that training tries them.
     for variant in (conversation, *api_variants(conversation)):
         try:
-            return template.render(variant.messages, variant.tools, add_generation_prompt=asks_for_answer)
+            text = template.render(variant.messages, variant.tools, add_generation_prompt=asks_for_answer)
+            lost = _lost_message(template, variant)
         except TemplateRefusal as problem:
             refusals.append(str(problem))
+            continue
+        if lost is not None:
+            name, role = f"messages[{lost}].role", str(messages[lost]["role"])[:100]
+            problem = f"is {role!r}, which the model's chat template leaves out: use system, user, assistant or tool"
+            raise Refusal(400, f"{name} {problem}", param=name)
+        return text
     raise Refusal(400, f"messages: the model's chat template refuses them: {refusals[0]}")
+
+
+def _lost_message(template: ChatTemplate, conversation: Conversation) -> int | None:
+    """The first message of an unusual role that the template leaves out. Raises TemplateRefusal."""
+    messages = conversation.messages
+    for index, message in enumerate(messages):
+        if message["role"] not in _ROLES:
+            marked = [*messages[:index], message | {"content": _END}, *messages[index + 1 :]]
+            if _END not in template.render(marked, conversation.tools, add_generation_prompt=False):
+                return index
+    return None
 
 
 def _tool_support(tokenizer: TextTokenizer) -> ToolSupport:

@@ -12,10 +12,11 @@ import msgspec
 from xorl.server.api.openai_fields import msgspec_of
 from xorl.server.api.responses import InvalidField
 from xorl.server.api.tool_formats import ToolFormat
-from xorl.server.operations import AnswerForm, JsonAnswer
+from xorl.server.operations import AnswerForm, JsonAnswer, JsonSchema
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _ANY_OBJECT = '{"type":"object"}'
+_FORMAT_TYPES = ("text", "json_object", "json_schema")
 
 
 class FunctionJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,18 +82,19 @@ class Tools:
         """The schemas of the functions' arguments."""
         return {name: function.parameters or {} for name, function in self.functions.items()}
 
-    def form(self, calls: ToolFormat, answer_schema: str | None) -> AnswerForm | None:
+    def form(self, calls: ToolFormat, answer_schema: JsonSchema | None) -> AnswerForm | None:
         """The form of the answer, whose calls are written as `calls`; None: any text.
 
         answer_schema: of an answer without calls. Raises InvalidField if the sampler cannot keep the answer to it.
         """
         is_required = self.choice != "auto"
-        strict = next((i for i, function in enumerate(self.functions.values()) if function.strict), None)
+        fields = {name: f"tools[{index}].function" for index, name in enumerate(self.functions)}
+        strict = next((name for name, function in self.functions.items() if function.strict), None)
         if not is_required and strict is None and self.is_parallel and answer_schema is None:
             return None
         chosen = [self.choice] if isinstance(self.choice, FunctionJson) else self.functions.values()
         form = calls.constrained(
-            {one.name: _arguments_schema(one) for one in chosen},
+            {one.name: _arguments_schema(one, f"{fields[one.name]}.parameters") for one in chosen},
             is_required=is_required,
             most=None if self.is_parallel and not isinstance(self.choice, FunctionJson) else 1,
             instead=answer_schema,
@@ -100,13 +102,13 @@ class Tools:
         if form is not None:
             return form
         problem = (
-            "needs a model whose chat template marks the begin of calls and writes arguments as JSON; leave it out"
+            "needs a model whose chat template marks where calls begin, and writes arguments as JSON; leave it out"
         )
         if is_required:
             raise InvalidField("tool_choice", f"other than auto {problem}", "unsupported_parameter")
         if answer_schema is not None:
             raise InvalidField("response_format", f"with tools {problem}", "unsupported_parameter")
-        name = "parallel_tool_calls" if strict is None else f"tools[{strict}].function.strict"
+        name = "parallel_tool_calls" if strict is None else f"{fields[strict]}.strict"
         raise InvalidField(name, problem, "unsupported_parameter")
 
 
@@ -122,25 +124,33 @@ def read_tools(given: Sequence[dict[str, Any]], choice: object, is_parallel: boo
             requirement = "must be 1 to 128 letters, digits, dots, dashes and underscores"
             raise InvalidField(f"{where}.function.name", f"{requirement}, got {function.name[:200]!r}")
         if function.name in functions:
-            raise InvalidField(f"{where}.function.name", f"is {function.name}, which an earlier tool has, too")
+            raise InvalidField(
+                f"{where}.function.name", f"is {function.name}, which is also the name of an earlier tool"
+            )
+        if (function.parameters or {}).get("type", "object") != "object":
+            raise InvalidField(f"{where}.function.parameters", "must be a schema of type object")
         functions[function.name] = function
     chosen = _choice(choice, functions)
     return None if chosen == "none" or not functions else Tools(functions, chosen, is_parallel is not False)
 
 
-def read_format(given: dict[str, Any] | None) -> str | None:
-    """The schema of an answer, as JSON; None: the answer is any text. Raises InvalidField."""
+def read_format(given: dict[str, Any] | None) -> JsonSchema | None:
+    """The schema of an answer; None: the answer is any text. Raises InvalidField."""
     if given is None:
         return None
+    if "type" in given and given["type"] not in _FORMAT_TYPES:
+        raise InvalidField("response_format.type", f"must be one of {', '.join(_FORMAT_TYPES)}")
     asked = msgspec_of(given, FormatJson, "response_format.")
     if asked.type == "json_object":
-        return _ANY_OBJECT
+        return JsonSchema(_ANY_OBJECT, "response_format")
     if asked.type == "json_schema" and asked.json_schema is None:
         raise InvalidField("response_format.json_schema", "is missing", "missing_required_parameter")
-    return None if asked.json_schema is None else msgspec.json.encode(asked.json_schema.schema).decode()
+    if asked.json_schema is None:
+        return None
+    return JsonSchema(msgspec.json.encode(asked.json_schema.schema).decode(), "response_format.json_schema.schema")
 
 
-def answer_form(tools: Tools | None, calls: ToolFormat | None, answer_schema: str | None) -> AnswerForm | None:
+def answer_form(tools: Tools | None, calls: ToolFormat | None, answer_schema: JsonSchema | None) -> AnswerForm | None:
     """The form of an answer; None: any text. calls: how the model's chat template writes them, if there are tools."""
     if tools is not None:
         assert calls is not None, "without it, tools have been refused"
@@ -158,14 +168,15 @@ def _choice(given: object, functions: Mapping[str, FunctionJson]) -> Literal["au
             return "required"
         case {"type": "function", "function": {"name": str(name)}} if name in functions:
             return functions[name]
-        case "required" | {"type": "function"}:
-            names = ", ".join(functions) or "none"
-            raise InvalidField("tool_choice", f"must be one of the functions in tools, which are: {names}")
+        case "required" | {"type": "function"} if not functions:
+            raise InvalidField("tool_choice", "other than none and auto needs tools")
+        case {"type": "function"}:
+            raise InvalidField("tool_choice", f"must be one of the functions in tools: {', '.join(functions)}")
         case _:
             forms = 'auto, none, required or {"type": "function", "function": {"name": ...}}'
             raise InvalidField("tool_choice", f"must be {forms}", "unsupported_parameter")
 
 
-def _arguments_schema(function: FunctionJson) -> str:
-    # Arguments are an object, whatever the schema allows.
-    return msgspec.json.encode({"type": "object", **(function.parameters or {})}).decode()
+def _arguments_schema(function: FunctionJson, field: str) -> JsonSchema:
+    # Arguments are an object even if the schema does not say so.
+    return JsonSchema(msgspec.json.encode({**(function.parameters or {}), "type": "object"}).decode(), field)

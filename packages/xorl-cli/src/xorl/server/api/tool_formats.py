@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from xorl.server.operations import CallTag, ToolCalls
+from xorl.server.operations import CallTag, JsonSchema, ToolCalls
 
 # A call whose name is within its JSON.
 _OBJECT = '{"name": "'
@@ -77,12 +77,12 @@ class ToolFormat:
         return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
 
     def constrained(
-        self, schemas: Mapping[str, str], *, is_required: bool, most: int | None, instead: str | None
+        self, schemas: Mapping[str, JsonSchema], *, is_required: bool, most: int | None, instead: JsonSchema | None
     ) -> ToolCalls | None:
         """The form for the sampler; None if the sampler cannot follow it.
 
-        schemas: of the functions' arguments, as JSON, by name. is_required: there must be a call. instead: the schema
-        of an answer without calls.
+        schemas: of the functions' arguments, by name. is_required: there must be a call. instead: the schema of an
+        answer without calls.
         """
         if self.tags is not None or not (is_required or self.trigger or instead):
             return None

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from xorl.server.operations import AnswerForm, JsonAnswer, ToolCalls
+from xorl.server.operations import AnswerForm, JsonAnswer, JsonSchema, ToolCalls
 from xorl.server.sampler.edits import Matcher
 
 try:
@@ -29,6 +29,12 @@ _MAX_COMPILED = 64
 # Keywords that combine the schema of an object with others, which may have further properties.
 _COMBINING = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas"))
 _OPEN = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
+# What llguidance's errors say about the place in the grammar: before the problem, and in lines after it.
+_IN_GRAMMAR = re.compile(
+    r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: |failed to parse \"%json\": )?"
+    r"|\n\s*(?:\d+ \||at \S+:\d+).*",
+    re.DOTALL,
+)
 
 
 class Grammars:
@@ -64,14 +70,28 @@ class Grammars:
         Raises ValueError if a schema is not valid, or has keywords that are not supported.
         """
         grammar = f"start: {_json(form.schema)}" if isinstance(form, JsonAnswer) else self._tool_calls(form)
-        compiled = self._compiled.pop(grammar, None) or LLMatcher(self._tokenizer, grammar, log_level=0)
+        compiled = self._compiled.pop(grammar, None) or self._compile(grammar)
         if compiled.is_error():
-            raise ValueError(f"the schema cannot be followed: {_first_line(compiled.get_error())}")
+            raise ValueError(self._refusal(form) or _shown(compiled.get_error()))
         self._compiled[grammar] = compiled
         if len(self._compiled) > _MAX_COMPILED:
             self._compiled.popitem(last=False)
         ends = frozenset((*self._ends, *stops))
         return lambda: _Matcher(compiled.deep_copy(), self._num_words, ends)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._tokenizer, grammar, log_level=0)
+
+    def _refusal(self, form: AnswerForm) -> str | None:
+        """What is wrong with the first schema that cannot be followed; None if each of them can."""
+        schemas = [form.schema] if isinstance(form, JsonAnswer) else [call.schema for call in form.calls]
+        if isinstance(form, ToolCalls) and form.instead is not None:
+            schemas.append(form.instead)
+        for schema in schemas:
+            compiled = self._compile(f"start: {_json(schema)}")
+            if compiled.is_error():
+                return f"{schema.field} cannot be followed: {_shown(compiled.get_error())}; change it or leave it out"
+        return None
 
     def _tool_calls(self, form: ToolCalls) -> str:
         """A grammar in llguidance's dialect of Lark."""
@@ -127,7 +147,7 @@ class _Matcher:
 
     @property
     def problem(self) -> str | None:
-        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else None
+        return _shown(self._matcher.get_error()) if self._matcher.is_error() else None
 
     def add(self, token: int) -> None:
         # The sample ends with it.
@@ -144,17 +164,19 @@ class _Matcher:
         return words[0]
 
 
-def _json(schema: str) -> str:
+def _json(schema: JsonSchema) -> str:
     """The grammar of the JSON that a schema allows. Raises ValueError if it is not a schema."""
     try:
-        found = json.loads(schema)
+        found = json.loads(schema.text)
+        if found is True:
+            found = {}
+        if not isinstance(found, dict):
+            raise ValueError(f"{schema.field} must be an object, got {schema.text[:40]}")
+        return "%json " + json.dumps({**_closed_object(found), "x-guidance": _LAYOUT})
     except json.JSONDecodeError as error:
-        raise ValueError(f"the schema is not JSON: {error}") from None
-    if found is True:
-        found = {}
-    if not isinstance(found, dict):
-        raise ValueError(f"the schema must be an object, got {schema[:40]}")
-    return "%json " + json.dumps({**_closed_object(found), "x-guidance": _LAYOUT})
+        raise ValueError(f"{schema.field} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{schema.field} is nested too deeply; make it flatter, or leave it out") from None
 
 
 def _closed(schema: object) -> object:
@@ -181,5 +203,6 @@ def _closed_object(schema: dict[str, object]) -> dict[str, object]:
     return closed
 
 
-def _first_line(problem: str) -> str:
-    return problem.partition("\n")[0][:300]
+def _shown(problem: str) -> str:
+    """An error of llguidance on one line, without its place in the grammar, which clients do not see."""
+    return " ".join(_IN_GRAMMAR.sub("", problem).split())[:300]

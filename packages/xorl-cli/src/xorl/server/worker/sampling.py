@@ -349,7 +349,9 @@ def _result(
         # Not a fault of the service, and a retry would give the same.
         return Failure("user", 400, DIVERGED)
     if sampled.problem is not None:
-        return Failure("user", 400, f"the answer's format: {sampled.problem}")
+        return Failure(
+            "user", 400, f"the answer cannot follow its schema to the end: {sampled.problem}; simplify the schema"
+        )
     return SampleResult(
         sequences=[
             SampledSequence(
