@@ -21,7 +21,7 @@ from xorl.lora import AdapterSpec, adapters, inject
 from xorl.train import build_run, train
 from xorl.train.bench.image_peers import ImagePeer
 from xorl.train.bench.peers import Peer
-from xorl.train.images import image_flops_of
+from xorl.train.images import image_flops_of, lr_scales
 from xorl.train.model_source import read_architecture
 
 NUM_STEPS = 2
@@ -161,6 +161,18 @@ def test_what_is_not_supported_is_refused(folder: Path, run_ranks, case: str) ->
         return "refused"
 
     assert run_ranks(error, 1) == ["refused"]
+
+
+def test_rates_are_those_of_their_parts(folder: Path) -> None:
+    # Catches a rate that reaches another part, or none.
+    decoder, _ = make_image_decoder(make_image_model())
+    values = image_run(folder, folder / "output", lr=0.01, encoder_lr=0.001, projector_lr=0.1)
+    config = config_from_mapping(values).config
+    scales = lr_scales(decoder, config.train)
+    mappers = ("encoder.projector.", "encoder.taps.")
+    encoder = [name for name, _ in decoder.named_parameters() if name.startswith("encoder.")]
+    assert scales == {name: pytest.approx(10.0 if name.startswith(mappers) else 0.1) for name in encoder}
+    assert lr_scales(decoder, config.train.model_copy(update={"encoder_lr": None, "projector_lr": None})) == {}
 
 
 def test_flops_of_an_encoder_by_hand() -> None:

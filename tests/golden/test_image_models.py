@@ -61,6 +61,23 @@ def test_packed_documents_are_those_of_transformers_alone(backend: str, tied: bo
         assert (torch.cat(parts) - gradient).norm() < GRADIENT_TOLERANCE * gradient.norm(), name
 
 
+ALONE = (
+    *DOCUMENTS,
+    image_document(7, (2, 4), 1, (4, 2), 3, (6, 4)),  # three, the first and the last at its ends
+    image_document(8, 1, (2, 2)),
+)
+
+
+@pytest.mark.parametrize("document", ALONE)
+def test_coordinates_are_those_of_transformers(document: ImageDocument) -> None:
+    # Catches coordinates that differ for the first or the last token, for one of several images, or without any.
+    model = make_image_model().model
+    grids = torch.tensor([[1, *grid] for grid in document.grids]) if document.grids else None
+    kinds = (document.ids[None] == IMAGE).int()
+    found, _ = model.get_rope_index(document.ids[None], mm_token_type_ids=kinds, image_grid_thw=grids)
+    assert torch.equal(found[:, 0].T, document.coordinates)
+
+
 def row_of(decoder: Decoder, documents: list[ImageDocument]) -> list[Tensor]:
     ids, layout, options = packed(documents)
     with torch.no_grad():
@@ -81,6 +98,22 @@ def test_an_image_changes_its_own_document_alone() -> None:
     twin = image_document(9, 2, (4, 4), 3, (4, 4), 5)
     exchanged = replace(twin, patches=[*reversed(twin.patches)])
     assert (row_of(decoder, [twin])[0] - row_of(decoder, [exchanged])[0]).abs().max() > 1e-3
+
+
+def test_an_image_changes_no_gradient_of_another_document() -> None:
+    # Catches what leaks in the backward pass alone.
+    decoder, _ = make_image_decoder(make_image_model())
+    changed = replace(DOCUMENTS[0], patches=[255 - each for each in DOCUMENTS[0].patches])
+    first = len(DOCUMENTS[0].ids)
+    gradients = []
+    for documents in (DOCUMENTS, (changed, *DOCUMENTS[1:])):
+        ids, layout, options = packed(documents)
+        decoder.zero_grad(set_to_none=True)
+        decoder(ids, layout, **options)[first:].square().sum().backward()
+        gradients.append({name: each.grad.clone() for name, each in decoder.named_parameters()})
+    assert all(gradient.any() for gradient in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
 
 
 def test_coordinates_change_no_other_document() -> None:
@@ -148,7 +181,8 @@ def test_a_row_of_text_is_that_of_the_text_family() -> None:
 
 
 def test_an_image_that_no_token_stands_for_changes_nothing() -> None:
-    # Catches the image of rows without one: it must add exact zeros to every gradient, even if it is not finite.
+    # Catches the image of rows without one: it must add exact zeros to every gradient, and with a frozen encoder even
+    # if its features are not finite.
     decoder, _ = make_image_decoder(make_image_model())
     ids, layout, options = packed([DOCUMENTS[2]])
     _, _, others = packed([image_document(6, 1, (2, 2))])
@@ -162,6 +196,15 @@ def test_an_image_that_no_token_stands_for_changes_nothing() -> None:
     for name, parameter in decoder.encoder.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
+    wanted = {name: each.grad.clone() for name, each in decoder.model.named_parameters()}
+    decoder.zero_grad(set_to_none=True)
+    decoder.encoder.requires_grad_(False)
+    with torch.no_grad():
+        decoder.encoder.projector.down.weight.fill_(torch.nan)
+    found = decoder(ids, layout, coordinates=options["coordinates"], images=padding)
+    assert torch.equal(found, plain)
+    found.sum().backward()
+    assert all(torch.equal(each.grad, wanted[name]) for name, each in decoder.model.named_parameters())
 
 
 def test_a_frozen_tower_keeps_nothing_and_its_projectors_are_trained() -> None:

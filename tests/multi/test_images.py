@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -15,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from image_runs import image_run, write_image_folder, write_image_rows
 from ranks import Launch, Launches
-from xorl.ckpt import read_manifest
+from xorl.ckpt import CheckpointError, read_manifest
 from xorl.config import config_from_mapping
 from xorl.core.loss import cross_entropy
+from xorl.core.models import Decoder
 from xorl.train import build_run, train
 from xorl.train.images import DECODER, require_same_decoder
 
@@ -29,6 +31,7 @@ NUM_BINS, NUM_DIVIDED = 16, 6
 LAYOUTS: Mapping[str, tuple[int, int, Options]] = {
     "one process": (1, 1, {}),
     "one process, recomputed": (1, 1, {"enable_gradient_checkpointing": True}),
+    "one process, reentrant": (1, 1, {"enable_gradient_checkpointing": True, "enable_reentrant": True}),
     "fsdp2": (2, 2, {}),
     "fsdp2, recomputed": (2, 2, {"enable_gradient_checkpointing": True}),
     "hsdp": (4, 4, {"data_parallel_replicate_size": 2}),
@@ -38,6 +41,7 @@ LAYOUTS: Mapping[str, tuple[int, int, Options]] = {
     "ring of ulysses": (4, 1, {"ringattn_parallel_size": 2, "ulysses_parallel_size": 2}),
 }
 CASES: Mapping[str, Options] = {"frozen": {}, "trained": TRAINED}
+DECAYED = ("one process", "fsdp2", "ddp")
 
 
 def first_step(folder: Path, output: Path, options: Options) -> tuple[float, dict[str, Tensor]]:
@@ -55,8 +59,32 @@ def first_step(folder: Path, output: Path, options: Options) -> tuple[float, dic
         gradient = parameter.grad
         assert (gradient is not None) == parameter.requires_grad, name
         if gradient is not None:
-            gradients[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+            gradients[name] = whole(gradient).clone()
     return float(losses.loss_sum), gradients
+
+
+def decayed_by_steps_of_text(folder: Path, output: Path, options: Options) -> list[dict[str, Tensor]]:
+    """The encoder's parameters before training, and after a step of one and of four micro-batches without images."""
+    settings = {**options, **TRAINED, "weight_decay": 0.1, "micro_batch_size": 1}
+    run = build_run(config_from_mapping(image_run(folder, output, **settings)).config)
+    assert isinstance(run.engine.model.module, Decoder)
+    encoder = run.engine.model.module.encoder
+    assert encoder is not None
+    text = next(each for _, batches in run.loader.steps() for each in batches if not each.images.num_images)
+    found, shards = [], [parameter.detach() for parameter in encoder.parameters()]
+    start = [shard.clone() for shard in shards]
+    for batches in ([], [text], [text] * 4):
+        for shard, value in zip(shards, start, strict=True):
+            shard.copy_(value)
+        if batches:
+            losses = run.engine.forward_backward(batches, cross_entropy)
+            run.engine.optim_step(0.01, losses.divisor)
+        found.append({name: whole(each).detach().clone() for name, each in encoder.named_parameters()})
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +108,10 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
         for case, own in CASES.items():
             values = {**options, **own, "gradient_accumulation_steps": NUM_BINS // num_data}
             cells[layout, case] = (num_ranks, partial(first_step, folder, folder / f"{layout} {case}", values))
+    for layout in DECAYED:
+        num_ranks, _, options = LAYOUTS[layout]
+        output = folder / f"{layout} of text"
+        cells[layout, "text"] = (num_ranks, partial(decayed_by_steps_of_text, folder, output, options))
     return launch(cells)
 
 
@@ -98,13 +130,31 @@ def test_layouts_compute_what_one_process_computes(found: Launches, layout: str,
         assert (gradient - wanted[name]).norm() < 1e-4 * wanted[name].norm(), name
 
 
+@pytest.mark.parametrize("layout", DECAYED)
+def test_steps_without_images_decay_the_encoder_however_they_are_split(found: Launches, layout: str) -> None:
+    # Catches parameters without a gradient in a step of text, which an optimizer leaves out: how much an encoder decays
+    # would depend on how steps are split.
+    for start, one, four in found(layout, "text"):
+        assert start.keys() == one.keys() == four.keys()
+        decayed = {name for name, value in start.items() if not torch.equal(one[name], value)}
+        assert any(name.startswith("blocks") for name in decayed)
+        for name, value in start.items():
+            wanted = value * (1 - 0.01 * 0.1) if name in decayed else value
+            assert torch.equal(one[name], four[name]), name
+            torch.testing.assert_close(one[name], wanted)
+
+
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
 def run_to_the_end(folder: Path, output: Path, **options: object) -> dict[str, Tensor]:
-    """The exported tensors of a run."""
-    train(build_run(config_from_mapping(image_run(folder, output, **options)).config))
+    """The exported tensors of a run, whose optimizer has each trained parameter once."""
+    run = build_run(config_from_mapping(image_run(folder, output, **options)).config)
+    updated = [id(parameter) for group in run.engine.optimizer.param_groups for parameter in group["params"]]
+    trained = [id(parameter) for parameter in run.engine.model.module.parameters() if parameter.requires_grad]
+    assert sorted(updated) == sorted(trained)
+    train(run)
     steps = options["max_steps"]
     export = output / "checkpoints" / f"global_step_{steps}-export"
     return tensors_in(export) if export.is_dir() else {}
@@ -135,11 +185,35 @@ def test_parts_are_trained_as_asked(tmp_path: Path, run_ranks, case: str) -> Non
         assert {not torch.equal(before[name], after[name]) for name in names} == {part in wanted}, part
 
 
+def embed_every_other_image(rows: Path) -> None:
+    """Replaces files by their bytes in every other row with images."""
+    written, num_images = [], [0, 0]
+    for line in rows.read_text().splitlines():
+        row = json.loads(line)
+        parts = [part for part in row["messages"][0]["content"] if isinstance(part, dict) and "path" in part]
+        is_embedded = len(written) % 2
+        for part in parts if is_embedded else ():
+            part["base64"] = base64.b64encode((rows.parent / part.pop("path")).read_bytes()).decode()
+        num_images[is_embedded] += len(parts)
+        written.append(json.dumps(row) + "\n")
+    assert all(num_images)
+    rows.write_text("".join(written))
+
+
+def error_of(folder: Path, output: Path, **options: object) -> str:
+    """The error with which a run refuses to start."""
+    try:
+        build_run(config_from_mapping(image_run(folder, output, **options)).config)
+    except CheckpointError as error:
+        return str(error)
+    return "it starts"
+
+
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path, run_ranks) -> None:
-    # Catches images that are drawn again, left out, or decoded otherwise after a resume, and a run that is not
-    # repeatable.
+    # Catches images that are drawn again, left out, or decoded otherwise after a resume, whether they are in files or
+    # in rows, a run that is not repeatable, and a resume that trains other parts.
     write_image_folder(tmp_path / "model")
-    write_image_rows(tmp_path / "data", 24)
+    embed_every_other_image(write_image_rows(tmp_path / "data", 24))
     options = {**TRAINED, "save_steps": 2, "load_checkpoint_path": "auto"}
 
     def run(name: str, max_steps: int) -> dict[str, Tensor]:
@@ -154,6 +228,9 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path, run_rank
     require_same_decoder(checkpoint, info, info)
     with pytest.raises(ValueError, match="images were decoded to other values"):
         require_same_decoder(checkpoint, info, {DECODER: "of another build"})
+    other = {**options, "freeze_encoders": True, "load_checkpoint_path": str(checkpoint)}
+    [message] = run_ranks(lambda: error_of(tmp_path, tmp_path / "other", max_steps=8, **other), 1)
+    assert "train.freeze_encoders: false, now true" in message
     for name, tensor in whole.items():
         assert torch.equal(tensor, again[name]), name
         assert torch.equal(tensor, resumed[name]), name

@@ -106,7 +106,8 @@ class ImageDocument:
     @property
     def spans(self) -> list[tuple[int, Size]]:
         """Of each image, the first token and the grid of tokens."""
-        starts = torch.nonzero((self.ids == IMAGE) & (self.ids.roll(1) != IMAGE))[:, 0].tolist()
+        is_image = self.ids == IMAGE
+        starts = torch.nonzero(is_image.int().diff(prepend=is_image.new_zeros(1).int()) > 0)[:, 0].tolist()
         return [
             (start, Size(height // MERGE, width // MERGE))
             for start, (height, width) in zip(starts, self.grids, strict=True)

@@ -7,24 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from pictures import FIXED, PLACEHOLDER, SETTINGS
 from xorl.data import DataError
-from xorl.data.images import ImageSettings, read_image_settings
-
-PLACEHOLDER = 262
-SETTINGS = ImageSettings(
-    placeholder=PLACEHOLDER,
-    patch_size=4,
-    merge_size=2,
-    min_pixels=128,
-    max_pixels=1024,
-    fixed_size=None,
-    crops=False,
-    resample="bicubic",
-    mean=(0.5, 0.5, 0.5),
-    std=(0.5, 0.5, 0.5),
-    has_axes=True,
-)
-FIXED = replace(SETTINGS, merge_size=1, min_pixels=None, max_pixels=None, fixed_size=(12, 12), has_axes=False)
+from xorl.data.images import read_image_settings
 
 
 def write_processor(folder, name="preprocessor_config.json", **changes):

@@ -1,8 +1,8 @@
 """Images in conversations: sizes, patches, placeholders, coordinates, and what makes a row unusable."""
 
 import base64
-import io
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pyarrow as pa
@@ -10,19 +10,18 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from pictures import PLACEHOLDER, SETTINGS, picture
 from xorl.data import DataError, DataPlan, DatasetEntry, StepLoader, pack, prepare
 from xorl.data.batch import COORDINATES, IGNORE
 from xorl.data.formats import load_tokenizer
-from xorl.data.images import ImageSettings
 from xorl.data.images.coordinates import document_coordinates
-from xorl.data.images.pixels import decoder_digest, read_header, read_patches
-from xorl.data.images.size import Size, grid_of, num_tokens
+from xorl.data.images.pixels import read_patches
+from xorl.data.images.size import Size
 from xorl.data.inspect import text_segments, trained_texts
-from xorl.data.packing import Bins
+from xorl.data.packing import Bins, PackingMethod
 
 Image = pytest.importorskip("PIL.Image")  # an extra
 
-PLACEHOLDER = 262  # <|pad|> of the tests' tokenizer
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}<|begin|><|pad|><|tool|>{% else %}{{ p.text }}{% endif %}"
@@ -33,28 +32,6 @@ LISTS_ONLY = (
     "{% elif p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SETTINGS = ImageSettings(
-    placeholder=PLACEHOLDER,
-    patch_size=4,
-    merge_size=2,
-    min_pixels=128,
-    max_pixels=1024,
-    fixed_size=None,
-    crops=False,
-    resample="bicubic",
-    mean=(0.5, 0.5, 0.5),
-    std=(0.5, 0.5, 0.5),
-    has_axes=True,
-)
-
-
-def picture(width=24, height=16, seed=0, mode="RGB", kind="PNG", **options) -> bytes:
-    channels = len(Image.new(mode, (1, 1)).getbands())
-    shape = (height, width) if channels == 1 else (height, width, channels)
-    values = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(values, mode).save(file, kind, **options)
-    return file.getvalue()
 
 
 def ask(*images, text="What is it?", answer="A cat.") -> list[dict]:
@@ -155,18 +132,19 @@ def test_no_token_of_an_image_is_ever_trained(prepared, train_on):
     ids, labels = documents.document(0)
     assert len(documents.images(0)) == 4
     assert (labels[ids == PLACEHOLDER] == IGNORE).all()
-    batch = loader_of(documents).steps().__next__()[1][0]
-    is_image = batch.input_ids == PLACEHOLDER
-    assert not (batch.labels == PLACEHOLDER).any()
-    assert (batch.labels[:-1][is_image[1:]] == IGNORE).all()
+    for method in get_args(PackingMethod):
+        [[_, [batch]]] = loader_of(documents, method=method).steps()
+        is_image = batch.input_ids == PLACEHOLDER
+        assert not (batch.labels == PLACEHOLDER).any()
+        assert (batch.labels[:-1][is_image[1:]] == IGNORE).all()
     if train_on == "all":
         # The token behind an image is trained, as in text.
         ends = [image.stop for image in documents.images(0)]
         assert (labels[ends] != IGNORE).all()
 
 
-def loader_of(documents, images=SETTINGS, bin_len=512, **options):
-    bins = pack(documents.lengths, bin_len=bin_len)
+def loader_of(documents, images=SETTINGS, method="sequential", **options):
+    bins = pack(documents.lengths, bin_len=512, method=method)
     plan = DataPlan.over(documents, bins, bins_per_step=1, num_epochs=1, seed=0)
     return StepLoader(documents, bins, plan, micro_batch_size=1, images=images, **options)
 
@@ -234,9 +212,30 @@ def test_no_image_is_cut(prepared, image_options, limit):
     assert sum(image.num_tokens for image in images) == (ids == PLACEHOLDER).sum()
     counts = documents.receipt.total
     assert counts.images - counts.cut_images == len(images)
-    whole = prepared([row], options).document(0)[0]
+    assert (documents.document(0)[1][ids == PLACEHOLDER] == IGNORE).all()
+    uncut = prepared([row], options)
+    whole = uncut.document(0)[0]
     assert ids.tolist() == whole[: len(ids)].tolist()
     assert len(ids) in (limit, len(whole)) or whole[len(ids)] == PLACEHOLDER
+    if documents.num_trained[0]:
+        cut, of_whole = (next(loader_of(each).steps())[1][0] for each in (documents, uncut))
+        assert torch.equal(cut.inputs[COORDINATES], of_whole.inputs[COORDINATES][: len(ids)])
+        assert cut.images.num_images == len(images)
+
+
+def test_a_document_whose_images_are_all_cut_is_text(prepared, image_options):
+    """Catches a row that has to be encoded for images that are no longer there, or that counts as one with images."""
+    options = replace(image_options, strict=False)
+    asked = {"role": "user", "content": "Hi"}
+    row = {"messages": [asked, ask()[1], *ask({"path": "a.png"}, {"path": "b.png"})]}
+    documents = prepared([row, {"messages": ask(text="Why?")}], options, max_seq_len=20, overflow="truncate")
+    total = documents.receipt.total
+    assert (total.images, total.cut_images, total.image_tokens) == (2, 2, 14)
+    assert documents.images(0) == []
+    assert documents.image_patches() is None
+    [[_, [batch]]] = loader_of(documents).steps()
+    assert batch.images.num_images == 0
+    assert not (batch.input_ids == PLACEHOLDER).any()
 
 
 def test_long_samples_with_images_are_not_split(prepared):
@@ -258,17 +257,34 @@ def test_an_image_is_shown_as_one_segment(prepared, image_options):
     assert list(trained_texts(parts)) == ["A cat.<|end|>"]
 
 
-def test_a_receipt_counts_images(prepared):
+def test_a_receipt_counts_images(prepared, image_options):
     """Catches counts that leave out a row, or count an image that was cut as trained on."""
-    rows = [{"messages": ask({"path": "a.png"}, {"path": "b.png"})}, {"messages": ask(text="No image.")}]
-    total = prepared(rows).receipt.total
-    sizes = [len(picture(24, 16)), len(picture(16, 32, seed=1))]
-    assert (total.images, total.image_tokens, total.image_patches, total.image_bytes) == (2, 14, 56, sum(sizes))
-    assert (total.enlarged_images, total.reduced_images, total.cut_images) == (0, 0, 0)
-    large = base64.b64encode(picture(100, 50, mode="RGBA")).decode()
-    total = prepared([{"messages": ask({"base64": large}, {"base64": base64.b64encode(picture(4, 4)).decode()})}])
-    counts = total.receipt.total
-    assert (counts.enlarged_images, counts.reduced_images, counts.transparent_images) == (1, 1, 1)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    files = [
+        picture(24, 16),
+        picture(16, 32, seed=1),
+        picture(8, 16, mode="L"),
+        picture(100, 50, mode="RGBA"),  # reduced, transparent
+        picture(24, 16, mode="LA"),  # transparent
+        picture(4, 4),  # enlarged
+        picture(24, 16, kind="JPEG", exif=turned),  # rotated
+        picture(16, 24, kind="JPEG", exif=turned),  # rotated
+        picture(24, 16, kind="WEBP"),
+        picture(24, 16, kind="BMP"),
+    ]
+    parts = [{"base64": base64.b64encode(file).decode()} for file in files]
+    rows = [{"messages": ask(*parts[:7])}, {"messages": ask(text="No image.")}, {"messages": ask(*parts[7:])}]
+    documents = prepared(rows, replace(image_options, strict=False), max_seq_len=47, overflow="truncate")
+    total = documents.receipt.total
+    kept = [image for index in range(len(documents)) for image in documents.images(index)]
+    grids = [(4, 6), (8, 4), (4, 2), (4, 10), (4, 6), (4, 4), (6, 4), (4, 6), (4, 6), (4, 6)]
+    assert [tuple(image.grid) for image in kept] == [*grids[:5], *grids[7:]]
+    patches = sum(height * width for height, width in grids)
+    assert (total.images, total.image_tokens, total.image_patches) == (10, patches // 4, patches)
+    assert (total.image_bytes, total.cut_images) == (sum(map(len, files)), 2)
+    changed = total.enlarged_images, total.reduced_images, total.rotated_images, total.transparent_images
+    assert changed == (1, 1, 2, 2)
 
 
 BAD = {
@@ -279,6 +295,10 @@ BAD = {
     "cut file": (
         {"messages": ask({"base64": base64.b64encode(picture(100, 80)[:40]).decode()})},
         "not a file that can be read|cannot be decoded",
+    ),
+    "cut pixels": (
+        {"messages": ask({"base64": base64.b64encode(picture(100, 80)[:-2000]).decode()})},
+        "bytes in the row: the image cannot be decoded: image file is truncated",
     ),
     "too long": (
         {"messages": ask({"base64": base64.b64encode(picture(402, 2)).decode()})},
@@ -346,78 +366,42 @@ def test_a_template_that_reads_lists_alone_gets_lists(prepared, image_options, t
     assert (ids == PLACEHOLDER).sum() == 6
 
 
+LATER = {
+    "changed": (picture(24, 16, seed=5), "the image has changed since the data was prepared"),
+    "cut": (picture(24, 16)[:400], "the image has changed since the data was prepared"),
+    "gone": (None, "the image cannot be read: No such file"),
+}
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_changed_file_stops_the_run(prepared, tmp_path, num_workers):
-    """Catches training on another image than the one that was counted."""
+@pytest.mark.parametrize("case", LATER)
+def test_a_file_that_is_another_one_later_stops_the_run(prepared, tmp_path, num_workers, case):
+    """Catches training on another image than the one that was counted, and an error that does not say where it is."""
     documents = prepared([{"messages": ask({"path": "a.png"})}])
-    (tmp_path / "rows" / "a.png").write_bytes(picture(24, 16, seed=5))
-    with pytest.raises(DataError, match=r"a\.png: the image has changed since the data was prepared"):
+    content, message = LATER[case]
+    path = tmp_path / "rows" / "a.png"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"document 0: .*a\.png: {message}"):
         next(loader_of(documents, num_workers=num_workers).steps())
 
 
-def test_orientation_and_transparency():
-    """Catches turned photos whose tokens are counted by the size before, and black where an image is transparent."""
-    pixels = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
-    upright = Image.fromarray(pixels)
-    turns = {1: None, 3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
-    turns |= {2: Image.Transpose.FLIP_LEFT_RIGHT, 4: Image.Transpose.FLIP_TOP_BOTTOM}
-    turns |= {5: Image.Transpose.TRANSPOSE, 7: Image.Transpose.TRANSVERSE}
-    wanted = read_patches(picture_of(upright), SETTINGS)
-    for orientation, turn in turns.items():
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        content = picture_of(upright if turn is None else upright.transpose(turn), exif=exif)
-        header = read_header(content, SETTINGS)
-        assert (header.size, header.is_rotated) == ((16, 24), orientation != 1), orientation
-        assert torch.equal(read_patches(content, SETTINGS), wanted), orientation
-    clear = Image.fromarray(np.dstack([pixels, np.zeros((16, 24), np.uint8)]), "RGBA")
-    assert read_patches(picture_of(clear), SETTINGS).eq(255).all()
-    palette = upright.convert("P")
-    assert read_patches(picture_of(palette), SETTINGS).shape == wanted.shape
-    assert read_patches(picture_of(upright.convert("L")), SETTINGS).shape == wanted.shape
-    assert read_patches(picture_of(upright.convert("CMYK"), "JPEG"), SETTINGS).shape == wanted.shape
-    animated = io.BytesIO()
-    upright.save(animated, "PNG", save_all=True, append_images=[upright.transpose(Image.Transpose.ROTATE_180)])
-    with pytest.raises(DataError, match="animated"):
-        read_header(animated.getvalue(), SETTINGS)
-    with pytest.raises(DataError, match="more than the limit of 100"):
-        read_header(picture(), replace(SETTINGS, max_decoded_pixels=100))
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_image_whose_pixels_are_cut_stops_the_run(prepared, num_workers):
+    """Catches an image that is grey from where its file ends."""
+    content = picture(24, 16, kind="JPEG")  # whose header stands before its pixels
+    cut = {"base64": base64.b64encode(content[: len(content) - 200]).decode()}
+    documents = prepared([{"messages": ask(text="Hi")}, {"messages": ask(cut)}])
+    with pytest.raises(DataError, match="document 1: bytes in the row: the image cannot be decoded"):
+        next(loader_of(documents, num_workers=num_workers).steps())
 
 
-def picture_of(image, kind="PNG", **options) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
-def test_patches_are_in_the_order_of_tokens():
-    """Catches rows and columns of patches, or of tokens, that are exchanged, and resizing to the same size."""
-    rows, columns = np.meshgrid(np.arange(16), np.arange(24), indexing="ij")
-    pixels = np.stack([rows, columns, np.full_like(rows, 7)], -1).astype(np.uint8)
-    patches = read_patches(picture_of(Image.fromarray(pixels)), SETTINGS).reshape(-1, 3, 4, 4)
-    # Tokens of 8 x 8 pixels by rows, and in each its 4 patches by rows.
-    corners = [
-        (8 * y + 4 * dy, 8 * x + 4 * dx) for y in range(2) for x in range(3) for dy in range(2) for dx in range(2)
-    ]
-    assert [tuple(patch[:2, 0, 0].tolist()) for patch in patches] == corners
-    assert patches[:, 2].eq(7).all()
-    assert len(decoder_digest()) == 16
-
-
-FIXED = replace(SETTINGS, merge_size=1, min_pixels=None, max_pixels=None, fixed_size=(12, 12), has_axes=False)
-
-
-def test_images_of_a_fixed_size_are_stretched_or_cut():
-    """Catches a crop of the corner, or a resize of the longer side."""
-    pixels = np.zeros((12, 36, 3), np.uint8)
-    pixels[:, 12:24] = 200
-    content = picture_of(Image.fromarray(pixels))
-    assert read_patches(content, replace(FIXED, crops=True)).eq(200).all()
-    stretched = read_patches(content, FIXED)
-    assert stretched.shape == (9, 48)
-    assert not stretched.eq(200).all()
-    assert grid_of(Size(12, 36), FIXED) == (3, 3)
-    assert num_tokens(Size(3, 3), FIXED) == 9
+def test_images_are_read_with_the_settings_they_were_prepared_with(prepared):
+    """Catches features of another number of tokens than stand for an image."""
+    documents = prepared([{"messages": ask({"path": "a.png"})}])
+    with pytest.raises(DataError, match=r"a\.png has 8 patches, but the prepared data has 24"):
+        next(loader_of(documents, replace(SETTINGS, max_pixels=200)).steps())
 
 
 def test_ranks_encode_large_images_at_the_same_time(prepared):

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from xorl.data.arguments import checked
 from xorl.data.batch import Column, Document, PackedBatch, collate
+from xorl.data.errors import DataError
 from xorl.data.images.batch import NO_IMAGES, load_images
 from xorl.data.images.settings import ImageSettings
 from xorl.data.images.table import StoredImage
@@ -166,6 +167,10 @@ class _MicroBatches(Dataset[PackedBatch]):
         return collate(rows, pad_to_multiple_of=self._pad_to_multiple_of, columns=columns, images=images)
 
     def _document(self, index: int) -> Document:
-        documents = self._documents
-        images = NO_IMAGES if self._images is None else load_images(documents.images(index), self._images)
+        documents, images = self._documents, NO_IMAGES
+        if self._images is not None:
+            try:
+                images = load_images(documents.images(index), self._images)
+            except DataError as error:
+                raise DataError(f"document {index}: {error}") from error
         return Document(*documents.document(index), documents.extras(index), images)

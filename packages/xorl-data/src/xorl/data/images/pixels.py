@@ -48,7 +48,7 @@ class ImageHeader:
 
 def read_header(content: bytes, settings: ImageSettings) -> ImageHeader:
     """The header of an image file. Raises DataError if it is not an image, or if it is too large or not supported."""
-    with _opened(content, settings) as image:
+    with _opened(content, settings) as image, _decoding():
         return _header_of(image)
 
 
@@ -58,11 +58,9 @@ def read_patches(content: bytes, settings: ImageSettings) -> Tensor:
     The values of a patch are by color, then row, then column. Raises DataError if the file cannot be decoded.
     """
     with _opened(content, settings) as image:
-        target = resized(_header_of(image).size, settings)
-        try:
-            pixels = np.array(_upright_rgb(image))  # [H, W, 3]
-        except (OSError, SyntaxError, ValueError) as error:
-            raise DataError(f"the image cannot be decoded: {error}") from error
+        with _decoding():
+            size, pixels = _header_of(image).size, np.array(_upright_rgb(image))  # [H, W, 3]
+        target = resized(size, settings)
     values = torch.from_numpy(pixels).permute(2, 0, 1)  # [3, H, W]
     if values.shape[1:] != target:
         values = F.interpolate(values[None], target, mode=settings.resample, align_corners=False, antialias=True)[0]
@@ -115,6 +113,17 @@ def _opened(content: bytes, settings: ImageSettings) -> Iterator[Image]:
         if image.mode not in _MODES:
             raise DataError(f"the image has values of the kind {image.mode!r}; convert it to 8 bits a color")
         yield image
+
+
+@contextmanager
+def _decoding() -> Iterator[None]:
+    """Raises DataError for what Pillow raises. It decodes some formats for their orientation, which may stand last."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"the image cannot be decoded: {error}") from error
 
 
 def _header_of(image: Image) -> ImageHeader:
