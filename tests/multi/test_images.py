@@ -21,6 +21,7 @@ from xorl.config import config_from_mapping
 from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder
 from xorl.train import build_run, train
+from xorl.train.adapters.inject import flops_of
 from xorl.train.images import DECODER, require_same_decoder
 
 Options = Mapping[str, object]
@@ -79,6 +80,9 @@ def decayed_by_steps_of_text(folder: Path, output: Path, options: Options) -> li
         if batches:
             losses = run.engine.forward_backward(batches, cross_entropy)
             run.engine.optim_step(0.01, losses.divisor)
+            if run.engine.model.mesh.data.size == 1:
+                of_text = flops_of(run.engine.model.module.config, run.engine.model.module)(text.document_lengths)
+                assert float(losses.flops) == len(batches) * of_text
         found.append({name: whole(each).detach().clone() for name, each in encoder.named_parameters()})
     return found
 

@@ -302,7 +302,8 @@ class Engine:
         trained = sum(batch.num_trained_tokens for batch in batches)
         tokens = sum(batch.num_tokens for batch in batches)
         flops = sum(self._flops(batch.document_lengths) for batch in batches)
-        flops += sum(self._image_flops(batch.images.grids) for batch in batches if batch.images is not None)
+        images = [batch.images for batch in batches if batch.images is not None and batch.images.num_images]
+        flops += sum(self._image_flops(each.grids) for each in images)
         return to_device([terms, trained, tokens, flops], self.device)
 
 
