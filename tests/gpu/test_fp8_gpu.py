@@ -49,7 +49,7 @@ def test_kernels_cast_as_their_twins_to_the_bit(shape, dtype, fp8_dtype):
         assert_bitwise(fp8.cast_rowwise(on_gpu, fp8_dtype), fp8.cast_rowwise(x, fp8_dtype))
         assert_bitwise(fp8.cast_columnwise(on_gpu, fp8_dtype), fp8.cast_columnwise(x, fp8_dtype))
         assert_bitwise(fp8.cast_axiswise(on_gpu, fp8_dtype), fp8.cast_axiswise(x, fp8_dtype))
-        stack = torch.stack([x, 3 * x])
+        stack = torch.stack([x, x / 3])
         assert_bitwise(fp8.cast_stack_columnwise(stack.cuda(), fp8_dtype), fp8.cast_stack_columnwise(stack, fp8_dtype))
         assert_bitwise([fp8.transpose(both[0].cuda())], [fp8.transpose(both[0])])
         q, descale = torch.empty_like(both[0], device="cuda"), torch.empty((), device="cuda")
@@ -187,8 +187,10 @@ def test_training_follows_bf16(recipe: str, compiled: str, train) -> None:
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_training_of_a_mixture_follows_bf16(compiled: str, train, tmp_path) -> None:
-    # Catches experts whose gradients in fp8 do not reach the router or the layers below.
+    # Catches experts whose gradients in fp8 do not reach the router or the layers below. Tokens go to all experts, as
+    # the choice of others for a few tokens changes later losses by more than fp8 does.
     sizes = {"vocab_size": 256, "hidden_size": 128, "head_dim": 64, "moe_intermediate_size": 64, "num_experts": 8}
+    sizes["num_experts_per_tok"] = 8
     write_config(tmp_path / "mixture", hf_config("qwen3_moe", max_position_embeddings=512, **sizes))
     options = "--model.config_path", str(tmp_path / "mixture"), "--train.enable_compile", compiled
     plain = train(f"mixture_plain_{compiled}", *options)

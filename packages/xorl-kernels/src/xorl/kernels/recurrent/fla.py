@@ -23,6 +23,9 @@ from fla.modules.norm.fused_norm_gate import (  # pyright: ignore[reportMissingI
     layer_norm_gated_bwd,
     layer_norm_gated_fwd,
 )
+from fla.ops.common.chunk_delta_h import (  # pyright: ignore[reportMissingImports]
+    chunk_gated_delta_rule_fwd_kernel_h_blockdim64 as states_kernel,
+)
 from fla.ops.gated_delta_rule.chunk import (  # pyright: ignore[reportMissingImports]
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
@@ -52,7 +55,6 @@ CONFIGS: dict[str, dict[str, tuple[dict[str, int], int, int]]] = {
         "layer_norm_gated_bwd_kernel": ({"BT": 64}, 16, 3),
     },
     "fla.ops.common.chunk_delta_h": {
-        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": ({"BV": 64}, 4, 4),
         "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": ({"BV": 32}, 4, 2),
     },
     "fla.ops.common.chunk_o": {
@@ -66,18 +68,30 @@ CONFIGS: dict[str, dict[str, tuple[dict[str, int], int, int]]] = {
     },
     "fla.ops.utils.cumsum": {"chunk_local_cumsum_scalar_kernel": ({}, 1, 3)},
 }
+# Of the kernel of states; with wider keys, four stages do not fit into shared memory.
+WIDE_KEY_DIM = 128
+NUM_STAGES = {False: 4, True: 2}
+
+
+def _tuner(kernel: object) -> Autotuner:
+    while not isinstance(kernel, Autotuner):
+        kernel = vars(kernel)["fn"]
+    return kernel
 
 
 def _fix_configs() -> None:
     for module, kernels in CONFIGS.items():
         for name, (constants, num_warps, num_stages) in kernels.items():
-            kernel = getattr(import_module(module), name)
-            while not isinstance(kernel, Autotuner):
-                kernel = kernel.fn
-            kernel.configs = [triton.Config(constants, num_warps=num_warps, num_stages=num_stages)]
+            config = triton.Config(constants, num_warps=num_warps, num_stages=num_stages)
+            _tuner(getattr(import_module(module), name)).configs = [config]
 
 
 _fix_configs()
+
+
+def _fix_states(key_dim: int) -> None:
+    num_stages = NUM_STAGES[key_dim > WIDE_KEY_DIM]
+    _tuner(states_kernel).configs = [triton.Config({"BV": 64}, num_warps=4, num_stages=num_stages)]
 
 
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: SequenceLayout) -> Tensor:
@@ -122,6 +136,7 @@ def _gated_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the sums of decays inside chunks, and the inverses [T, H, L] of the chunks' systems."""
+    _fix_states(k.shape[-1])
     q, k, v, g, beta = (x.contiguous()[None] for x in (q, k, v, g, beta))
     sums, out, inverses, *_ = chunk_gated_delta_rule_fwd(
         q=q,
@@ -196,6 +211,7 @@ def _gated_delta_backward(
     starts: Tensor,
     offsets: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _fix_states(k.shape[-1])
     grad, wide_q, wide_k, wide_v, sums, wide_beta, inverses = (
         x.contiguous()[None] for x in (grad, q, k, v, sums, beta, inverses)
     )
