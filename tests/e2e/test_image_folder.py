@@ -21,7 +21,8 @@ from xorl.lora import AdapterSpec, adapters, inject
 from xorl.train import build_run, train
 from xorl.train.bench.image_peers import ImagePeer
 from xorl.train.bench.peers import Peer
-from xorl.train.images import image_flops_of, lr_scales
+from xorl.train.data import PackedDocuments, prepare_data
+from xorl.train.images import image_flops_of, image_settings, largest_grids, lr_scales
 from xorl.train.model_source import read_architecture
 
 NUM_STEPS = 2
@@ -56,7 +57,8 @@ def all_logits(model: PreTrainedModel) -> Tensor:
 def test_an_export_opens_in_transformers_with_its_processor(folder: Path, run_ranks) -> None:
     # Catches an export without its tower or processor, names that transformers does not find, and a convolution that
     # is written as a matrix.
-    [export] = run_ranks(lambda: run(folder, folder / "output", freeze_encoders=False), 1)
+    options = {"freeze_encoders": False, "enable_gradient_checkpointing": True, "recompute_policy": "auto"}
+    [export] = run_ranks(lambda: run(folder, folder / "output", **options), 1)
     model, start = opened(export), opened(folder / "model")
     assert tuple(AutoImageProcessor.from_pretrained(export).image_mean) == MEAN
     found, before = (load_file(each / "model.safetensors") for each in (export, folder / "model"))
@@ -139,10 +141,6 @@ def test_without_images_the_encoder_is_not_used(folder: Path, run_ranks, caplog:
 
 
 REFUSED: Mapping[str, tuple[Mapping[str, object], str]] = {
-    "auto": (
-        {"enable_gradient_checkpointing": True, "recompute_policy": "auto"},
-        r"train\.recompute_policy: auto does not measure image encoders",
-    ),
     "nothing": (
         {"freeze_projectors": True, "freeze_decoder": True},
         r"train\.freeze_decoder: true, like .* nothing is trained",
@@ -187,6 +185,23 @@ def test_flops_of_an_encoder_by_hand() -> None:
     for part in decoder.encoder.tower:
         part.requires_grad_(False)
     assert image_flops_of(decoder)([(4, 6)]) == 2 * (tower + 2 * mergers)
+
+
+def test_the_most_images_of_a_micro_batch_are_found(folder: Path) -> None:
+    # Catches a prediction of memory for the images of one document, or of another bin.
+    config = config_from_mapping(image_run(folder, folder / "output")).config
+    architecture = read_architecture(config.model)
+    images = image_settings(architecture, config.data)
+    data = prepare_data(config, architecture.config.vocab_size, architecture.tokenizer_folder, images=images).train
+    assert isinstance(data, PackedDocuments)
+    areas = [
+        sum(image.grid.area for index in data.bins.documents(number) for image in data.documents.images(int(index)))
+        for number in range(len(data.bins))
+    ]
+    assert len(set(areas)) > 2
+    for num_bins in (1, 2):
+        grids = largest_grids(data.documents, data.bins, num_bins)
+        assert sum(height * width for height, width in grids) == sum(sorted(areas)[-num_bins:])
 
 
 def test_rows_are_json_with_images(folder: Path) -> None:

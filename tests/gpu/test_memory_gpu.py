@@ -3,13 +3,16 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from image_models import IMAGE_MODELS
 from local_options import local_config
+from pictures import SETTINGS as PICTURES
 from tiny_models import hf_config, write_config
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
@@ -19,6 +22,7 @@ from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.runtime import Runtime
 from xorl.kernels.layout import SequenceLayout
+from xorl.train.images import largest_input
 from xorl.train.model import build_model
 from xorl.train.model_source import read_architecture
 from xorl.train.recompute_choice import SETTINGS, MicroBatch, measure
@@ -36,6 +40,19 @@ HF_CONFIG = hf_config(
     max_position_embeddings=65536,
     initializer_range=0.02,
 )
+# Heads of 72 channels, as in the encoders that models have.
+SHAPE_WITH_IMAGES = {
+    **IMAGE_MODELS["images"],
+    "text_config": {
+        **HF_CONFIG, "vocab_size": 32768, "head_dim": 64,
+        "rope_parameters": {**IMAGE_MODELS["images"]["text_config"]["rope_parameters"], "mrope_section": [12, 10, 10]},
+    },
+    "vision_config": {
+        **IMAGE_MODELS["images"]["vision_config"],
+        "depth": 6, "hidden_size": 576, "num_heads": 8, "intermediate_size": 2152, "out_hidden_size": 1024,
+        "patch_size": 16, "deepstack_visual_indexes": [1, 3, 5],
+    },
+}
 NUM_TOKENS = 8192
 INPUT_BYTES = NUM_TOKENS * 1024 * 2
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -107,17 +124,25 @@ def place() -> Iterator[Runtime]:
         *((setting, options) for setting in (*SETTINGS, HALF) for options in ({}, {"lora": {"enable_lora": True}})),
         *((setting, {"train": {"fp8": "tensorwise"}}) for setting in ("none", "operation")),
         *((setting, {"train": {"ce_mode": "eager"}}) for setting in ("none", "layer")),
+        *((setting, {"shape": SHAPE_WITH_IMAGES}) for setting in ("none", "layer", HALF)),
+        *(
+            (setting, {"shape": SHAPE_WITH_IMAGES, "train": {"freeze_encoders": False}})
+            for setting in ("none", "operation", "layer", HALF)
+        ),
     ],
 )
 def test_the_peak_of_a_step_is_predicted(
     setting: str, options: dict[str, dict], place: Runtime, tmp_path: Path
 ) -> None:
     # Catches an estimate of recompute_policy: auto that counts memory that is never taken at the same time.
-    write_config(tmp_path, {**HF_CONFIG, "vocab_size": 32768})
+    write_config(tmp_path, options.get("shape", {**HF_CONFIG, "vocab_size": 32768}))
     train = {"data_parallel_mode": "none", **options.get("train", {})}
     config = local_config(tmp_path, {"sample_packing_sequence_len": NUM_TOKENS}, options.get("lora", {}), **train)
-    batch = MicroBatch(NUM_TOKENS, NUM_TOKENS)
     architecture = read_architecture(config.model)
+    batch = MicroBatch(NUM_TOKENS, NUM_TOKENS)
+    if architecture.config.images is not None:
+        architecture = replace(architecture, images=PICTURES)
+        batch = replace(batch, grids=((64, 80), (48, 48), (80, 100)))
     mesh = Mesh(ParallelDims.resolve("none", 1), "cuda")
     num_layers = architecture.config.num_layers
     name = setting.split(" in ")[0]
@@ -134,8 +159,9 @@ def test_the_peak_of_a_step_is_predicted(
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     layout, ids = batch.layout(place.device), torch.zeros(NUM_TOKENS, dtype=torch.int64, device=place.device)
+    inputs = largest_input(model.module, layout, batch.grids)
     for _ in range(2):
-        model.forward(ids, layout, loss=lambda h, w: cross_entropy(h, w, {"labels": ids})).sum.backward()
+        model.forward(ids, layout, loss=lambda h, w: cross_entropy(h, w, {"labels": ids}), **inputs).sum.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     measured = torch.cuda.max_memory_allocated() - before

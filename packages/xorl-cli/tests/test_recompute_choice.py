@@ -1,6 +1,7 @@
 """The probe behind recompute_policy: auto: what it measures, how it concludes, and that it leaves nothing behind."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from image_models import IMAGE_MODELS
 from live_bytes import LiveBytes
 from local_options import local_config
+from pictures import SETTINGS as PICTURES
 from tiny_models import hf_config, write_config
 from xorl.config import Config
 from xorl.core.loss import cross_entropy
@@ -20,6 +23,8 @@ from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.copy_engine import WINDOW_BYTES
 from xorl.core.runtime import Runtime
 from xorl.train import step_memory
+from xorl.train.architecture import Architecture
+from xorl.train.images import largest_input
 from xorl.train.model import KeptDtypes, build_model, sketch_model
 from xorl.train.model_source import read_architecture
 from xorl.train.recompute_choice import SETTINGS, Choice, MicroBatch, choose_layers, measure_slice, table
@@ -210,6 +215,17 @@ def test_gradients_are_counted_as_they_are_held(
 BATCH = MicroBatch(192, 192)
 
 
+def architecture_of(config: Config) -> Architecture:
+    """With images in the data of a model that reads any."""
+    architecture = read_architecture(config.model)
+    return architecture if architecture.config.images is None else replace(architecture, images=PICTURES)
+
+
+def batch_of(architecture: Architecture) -> MicroBatch:
+    """The largest micro-batch; of a model that reads images, most of the row is of two."""
+    return BATCH if architecture.images is None else replace(BATCH, grids=((16, 24), (12, 16)))
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -222,25 +238,42 @@ BATCH = MicroBatch(192, 192)
         ("qwen3_moe", {"lora": {"enable_qlora": True, "lora_rank": 8, "lora_target_modules": EXPERT_TARGETS}}),
         ("qwen3_moe", {"fp8": "rowwise", "enable_mixed_precision": True}),
         ("deepseek_v3", {}),
+        ("images", {"freeze_encoders": False}),
+        ("images", {}),
+        ("images", {"freeze_decoder": True}),
+        ("images", {"lora": {"enable_lora": True, "lora_rank": 8}}),
     ],
-    ids=["full", "accumulated", "bf16", "eager", "lora", "qlora", "qlora-experts", "fp8-experts", "latents"],
+    ids=[
+        *("full", "accumulated", "bf16", "eager", "lora", "qlora", "qlora-experts", "fp8-experts", "latents"),
+        *("encoder", "frozen-encoder", "projectors", "lora-beside-encoder"),
+    ],
 )
 def profiled(
     request: pytest.FixtureRequest, mesh: Mesh, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Config, dict[str, step_memory.PassProfile]]:
     """A configuration, and what the probe measures by setting."""
     model_type, options = request.param
-    sizes = {} if model_type == "qwen3" else {"moe_intermediate_size": 32}
-    shape = hf_config(model_type, num_hidden_layers=9, hidden_size=64, intermediate_size=128, **sizes)
+    shape = shape_of(model_type)
     folder = tmp_path_factory.mktemp(model_type)
     config = config_with(folder, shape=shape, data_parallel_mode="none", optimizer="sgd", **options)
-    architecture, cpu, profiles = read_architecture(config.model), torch.device("cpu"), {}
+    architecture, cpu, profiles = architecture_of(config), torch.device("cpu"), {}
+    number = step_memory.num_measured(architecture.config)
+    assert number < architecture.config.num_layers
     for setting in ("none", "operation", "layer"):
         with LiveBytes() as live:
             profiles[setting] = measure_slice(
-                config, setting, architecture, step_memory.MEASURED_LAYERS, mesh, cpu, BATCH, live
+                config, setting, architecture, number, mesh, cpu, batch_of(architecture), live
             )
     return config, profiles
+
+
+def shape_of(model_type: str) -> dict[str, object]:
+    """A config.json of nine layers, more than the probe measures."""
+    if model_type == "images":
+        shape = dict(IMAGE_MODELS["images"])
+        return {**shape, "text_config": {**shape["text_config"], "num_hidden_layers": 9}}
+    sizes = {} if model_type == "qwen3" else {"moe_intermediate_size": 32}
+    return hf_config(model_type, num_hidden_layers=9, hidden_size=64, intermediate_size=128, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +288,7 @@ def test_the_peak_of_a_step_is_predicted(
 ) -> None:
     # Catches activations and gradients that are counted as if all existed at the same time, and a phase that is missed.
     config, profiles = profiled
-    architecture = read_architecture(config.model)
+    architecture = architecture_of(config)
     num_layers = architecture.config.num_layers
     chosen = config.train.model_copy(update={**SETTINGS[setting], "recompute_num_layers": count})
     num_recomputed = num_layers if count is None else count
@@ -270,8 +303,10 @@ def test_the_peak_of_a_step_is_predicted(
     loss_fn = partial(cross_entropy, targets={"labels": ids})
     with LiveBytes() as live:
         for _ in range(config.train.gradient_accumulation_steps):
+            layout = BATCH.layout(place.device)
+            inputs = largest_input(model.module, layout, batch_of(architecture).grids)
             with accumulation.micro_batch():
-                model.forward(ids, BATCH.layout(place.device), loss=loss_fn).sum.backward()
+                model.forward(ids, layout, loss=loss_fn, **inputs).sum.backward()
     measured = sum(parameter.nbytes for parameter in parameters) + live.peak()
     assert measured == pytest.approx(expected, rel=0.02)
 

@@ -55,6 +55,7 @@ from xorl.train.startup import (
     build_evaluation,
     build_observer,
     build_schedule,
+    largest_images,
     longest_document,
     start_up,
 )
@@ -168,7 +169,8 @@ def _with_recomputation(startup: Startup, run: PreparedRun) -> Startup:
     if config.train.recompute_policy != "auto":
         return startup
     with startup.phases("probe", "Measuring how much has to be recomputed (train.recompute_policy: auto)"):
-        batch = MicroBatch.of(config, longest_document(run.data.train))
+        grids = largest_images(run.data.train, config.train.micro_batch_size)
+        batch = MicroBatch.of(config, longest_document(run.data.train), grids)
         chosen = choose_recomputation(config, run.architecture, startup.mesh, startup.runtime.device, batch)
     return replace(startup, config=config.model_copy(update={"train": chosen}))
 

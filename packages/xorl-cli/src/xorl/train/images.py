@@ -7,15 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from xorl.ckpt.layout import JSON
 from xorl.config.data import DataConfig
 from xorl.config.local import LoraConfig, TrainConfig
 from xorl.config.options import changed_options, yaml_text
 from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.models.flops import image_flops, training_flops
+from xorl.core.models.image_config import NUM_COLORS, ImageInput
 from xorl.data import DataError
+from xorl.data.batch import COORDINATES
+from xorl.data.documents import PreparedDocuments
 from xorl.data.images import ImageSettings, has_image_processor, read_processor, settings_of
 from xorl.data.images.pixels import decoder_digest
+from xorl.data.packing import Bins
+from xorl.kernels.layout import SequenceLayout
 from xorl.train.architecture import Architecture
 from xorl.train.compose import OPTION
 
@@ -77,8 +86,6 @@ def check_image_model(config: DecoderConfig, train: TrainConfig, lora: LoraConfi
                 f"train.{name}: {yaml_text(value)}, but the model has no image encoder; leave it at {shown}"
             )
         return
-    if train.enable_gradient_checkpointing and train.recompute_policy == "auto":
-        raise ValueError("train.recompute_policy: auto does not measure image encoders; use module or operation")
     if lora.enable_lora:
         for name, value, default in changed_options(train, ENCODER_AND_DECODER):
             raise ValueError(
@@ -158,6 +165,32 @@ def image_cost(config: DecoderConfig, train: TrainConfig, lora: LoraConfig) -> t
     patches, token = side**2, training_flops(config, [1])
     pair = (two - 2 * one) / (2 * patches**2)
     return (one / patches - pair * patches) / token, pair / token
+
+
+def largest_grids(documents: PreparedDocuments, bins: Bins, num_bins: int) -> list[tuple[int, int]]:
+    """The (height, width) in patches of the images of a micro-batch of `num_bins` bins, those with the most patches."""
+    patches = documents.image_patches()
+    if patches is None:
+        return []
+    of_bins = np.add.reduceat(patches[bins.indices, 0], bins.offsets[:-1])
+    largest = np.argsort(-of_bins, kind="stable")[:num_bins]
+    numbers = [int(index) for each in largest for index in bins.documents(each)]
+    return [(image.grid.height, image.grid.width) for index in numbers for image in documents.images(index)]
+
+
+def largest_input(
+    module: Decoder, layout: SequenceLayout, grids: Sequence[tuple[int, int]]
+) -> dict[str, ImageInput | Tensor]:
+    """What a model receives besides the tokens of a row with black images of these grids, as far as they have room."""
+    config = module.config.images
+    if config is None or not grids:
+        return {}
+    num_patches, device = sum(height * width for height, width in grids), layout.positions.device
+    places = torch.arange(min(num_patches // config.merge_size**2, len(layout.positions) // module.ranks.size))
+    places = places.to(device)
+    patches = torch.zeros(num_patches, NUM_COLORS * config.patch_size**2, dtype=torch.uint8, device=device)
+    images = ImageInput(patches, grids, places, places, (0.5,) * NUM_COLORS, (0.5,) * NUM_COLORS)
+    return {"images": images, COORDINATES: layout.positions[:, None].expand(-1, 3)}
 
 
 def lr_scales(module: Decoder, train: TrainConfig) -> Mapping[str, float]:

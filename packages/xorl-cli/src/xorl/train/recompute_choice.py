@@ -1,9 +1,9 @@
 """train.recompute_policy: auto. Finds the fastest setting of recomputation whose memory fits, before training.
 
-A few layers of the model run a forward and backward pass on the largest micro-batch, alone on each rank: a rank that
-runs out of memory keeps no other waiting, and ranks only communicate to agree on the outcome. `step_memory` predicts
-the peak of the whole model from it. A setting applies to as few layers as possible, from the first; the layers after
-them keep all activations.
+A few layers of the model, and all of its image encoder, run a forward and backward pass on the largest micro-batch,
+alone on each rank: a rank that runs out of memory keeps no other waiting, and ranks only communicate to agree on the
+outcome. `step_memory` predicts the peak of the whole model from it. A setting applies to the encoder and to as few
+layers as possible, from the first; the layers after them keep all activations.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from xorl.kernels.layout import SequenceLayout
 from xorl.train.adapters.inject import SHARING_OPTIONS, adapter_spec, add_adapters
 from xorl.train.architecture import Architecture
 from xorl.train.data import padding_multiple
+from xorl.train.images import largest_input
 from xorl.train.model import build_model
 from xorl.train.step_memory import (
-    MEASURED_LAYERS,
     CudaMeter,
     Held,
     Meter,
     PassProfile,
     held_bytes,
+    num_measured,
     pass_peak,
     profile_pass,
     profiled_param_dtype,
@@ -65,18 +66,22 @@ USABLE = 0.96
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The largest micro-batch of a run: its tokens, and those of the longest document in it."""
+    """The largest micro-batch of a run: its tokens, those of its longest document, and the grids of its images."""
 
     num_tokens: int
     longest: int
+    grids: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, config: Config, longest: int) -> MicroBatch:
-        """`longest` is the longest document of the data. A rank that shares rows has only its part of the tokens."""
+    def of(cls, config: Config, longest: int, grids: Sequence[tuple[int, int]] = ()) -> MicroBatch:
+        """`longest` is the longest document of the data, `grids` those of the most images of a micro-batch.
+
+        A rank that shares rows has only its part of the tokens, and encodes all images.
+        """
         data, multiple = config.data, padding_multiple(config)
         tokens = config.train.micro_batch_size * data.sample_packing_sequence_len
         num_tokens = math.ceil(tokens / multiple) * multiple // config.train.context_parallel_size
-        return cls(num_tokens, min(longest, data.sample_packing_sequence_len, num_tokens))
+        return cls(num_tokens, min(longest, data.sample_packing_sequence_len, num_tokens), (*grids,))
 
     def layout(self, device: torch.device) -> SequenceLayout:
         """Documents of the greatest length, and one of what is left."""
@@ -195,7 +200,7 @@ def measure(
     config: Config, setting: str, architecture: Architecture, mesh: Mesh, device: torch.device, batch: MicroBatch
 ) -> PassProfile:
     """The profile of a few layers under `setting`, on a CUDA device."""
-    depth = min(MEASURED_LAYERS, architecture.config.num_layers)
+    depth = num_measured(architecture.config)
     try:
         return measure_slice(config, setting, architecture, depth, mesh, device, batch, CudaMeter(device))
     except torch.OutOfMemoryError:
@@ -293,5 +298,9 @@ def _fill_with_zeros(module: nn.Module) -> None:
 
 def _pass(model: ParallelModel, device: torch.device, batch: MicroBatch) -> None:
     ids, layout = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device), batch.layout(device)
-    output = model.forward(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}))
+    assert isinstance(model.module, Decoder)
+    inputs = largest_input(model.module, layout, batch.grids)
+    output = model.forward(
+        ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}), **inputs
+    )
     output.sum.backward()

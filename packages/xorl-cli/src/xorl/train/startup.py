@@ -55,7 +55,7 @@ from xorl.train.deadline import Deadline
 from xorl.train.end_tokens import with_end_tokens
 from xorl.train.engine import Engine
 from xorl.train.evaluate import EvalPoints, Evaluation, Scorer, evaluate
-from xorl.train.images import ENCODER_AND_DECODER, image_settings
+from xorl.train.images import ENCODER_AND_DECODER, image_settings, largest_grids
 from xorl.train.model_source import pin_checkpoint, read_architecture
 from xorl.train.observe.metrics_file import Metrics, MetricsFile, is_evaluated, last_step
 from xorl.train.observe.observer import Observer, Sink
@@ -298,6 +298,11 @@ def longest_document(data: PackedDocuments | Stream) -> int:
     if isinstance(data, Stream):
         return max(entry.format.limit for entry in data.entries)
     return int(data.documents.lengths.max())
+
+
+def largest_images(data: PackedDocuments | Stream, num_bins: int) -> list[tuple[int, int]]:
+    """The grids of the images of the micro-batch of `num_bins` bins with the most patches; none in text."""
+    return [] if isinstance(data, Stream) else largest_grids(data.documents, data.bins, num_bins)
 
 
 def parallel_dims(config: Config, world_size: int) -> ParallelDims:

@@ -21,7 +21,7 @@ from xorl.config import Config
 from xorl.config.fields import ParameterDtype
 from xorl.config.local import TrainConfig
 from xorl.core.mesh import ParallelDims
-from xorl.core.models import Decoder
+from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.models.stages import Stage
 from xorl.core.nn.fp8 import Fp8Linear, convert_linears
 from xorl.core.parallel.copy_engine import WINDOW_BYTES
@@ -37,8 +37,8 @@ NUM_STATES = MappingProxyType({"adamw": 2, "anyprecision_adamw": 2, "muon": 2, "
 IN_FLIGHT = "in flight"
 # Layers of a profile that differ from those in the middle. With activations on their way to the host, the first layers
 # do, whose activations have not left yet (one more if nothing below is trained), and the last ones, which keep theirs.
-NUM_FIRST, NUM_LAST = 3, 2
-MEASURED_LAYERS = NUM_FIRST + 1 + NUM_LAST
+# Layers whose outputs get features of images, and the two after them, keep and free other tensors than the rest.
+NUM_FIRST, NUM_LAST, NUM_AFTER_TAPS = 3, 2, 2
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,19 @@ def pass_peak(
     return max(peak, held)
 
 
+def num_measured(config: DecoderConfig) -> int:
+    """The number of layers that a profile needs to stand for all of them."""
+    num_tapped = 0 if config.images is None else len(config.images.taps) + NUM_AFTER_TAPS
+    return min(max(NUM_FIRST, num_tapped) + 1 + NUM_LAST, config.num_layers)
+
+
 def _measured(index: int, num_layers: int, profile: PassProfile) -> int:
     """The layer of a profile that is like layer `index` of the model."""
     measured = len(profile.forward)
-    from_end = num_layers - index
-    if index < NUM_FIRST or measured == num_layers:
+    from_end, num_first = num_layers - index, measured - 1 - NUM_LAST
+    if index < num_first or measured == num_layers:
         return index
-    return measured - from_end if from_end <= NUM_LAST else NUM_FIRST
+    return measured - from_end if from_end <= NUM_LAST else num_first
 
 
 class Meter(Protocol):
@@ -245,8 +251,13 @@ def held_bytes(
     compute, frozen = gathered_itemsizes(config)
     # What other ranks hold of experts and matrices is not gathered, and a profiled pass does not have it either.
     own = module if dims.ep == dims.tp == 1 else sketch_of(config, architecture, stage, dims)
-    sizes = (Sizes.of(part, compute, frozen) for part in (module, own, own.layers))
-    return held_of(config, dims, *sizes, num_layers=len(module.layers), by_copy_engines=by_copy_engines)
+    whole, held, layers, encoder = (
+        Sizes.of(part, compute, frozen) for part in (module, own, own.layers, own.encoder_layers)
+    )
+    num_layers = len(module.layers)
+    return held_of(
+        config, dims, whole, held, layers, num_layers=num_layers, by_copy_engines=by_copy_engines, encoder=encoder
+    )
 
 
 def gathered_itemsizes(config: Config) -> tuple[int, int]:
@@ -264,8 +275,13 @@ def held_of(
     *,
     num_layers: int,
     by_copy_engines: bool,
+    encoder: Sizes | None = None,
 ) -> Held:
-    """As `held_bytes`, from sizes of a stage: of all that ranks share, of what one rank has, and of that in layers."""
+    """As `held_bytes`, from sizes of a stage: of all that ranks share, of what one rank has, and of that in layers.
+
+    encoder: of the layers of an image encoder, of which some are gathered while no layer of the decoder is. They are
+    taken for smaller than two of these.
+    """
     train, dtypes = config.train, KeptDtypes.of(config.train, config.lora)
     compute = 2 if train.enable_mixed_precision else 4
     parts, grown = _kept_bytes(train, whole, dtypes, dims)
@@ -274,11 +290,12 @@ def held_of(
     if train.data_parallel_mode != "fsdp2":
         return Held(parts, ratio)
     # All layers but the one that computes and the one gathered ahead.
-    others = max(1 - 2 / num_layers, 0)
-    gathered = held.gathered_bytes - (others if train.enable_full_shard else 0) * layers.gathered_bytes
+    others, encoder = max(1 - 2 / num_layers, 0), encoder or Sizes(0, 0, 0, 0)
+    resharded = others * layers.gathered_bytes + encoder.gathered_bytes
+    gathered = held.gathered_bytes - (resharded if train.enable_full_shard else 0)
     # Gradients, whole and on their way: for NCCL in fp32, through copy engines as they are.
     travelling, windows = (compute, WINDOW_BYTES) if by_copy_engines else (torch.float32.itemsize, 0)
-    in_flight = (held.trained - others * layers.trained) * (compute + travelling)
+    in_flight = (held.trained - others * layers.trained - encoder.trained) * (compute + travelling)
     if train.enable_cpu_offload:
         parts, ratio = {}, 0.0
     return Held({**parts, "gathered": gathered, IN_FLIGHT: in_flight + windows}, ratio)
