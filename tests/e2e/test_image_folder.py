@@ -164,7 +164,7 @@ def test_what_is_not_supported_is_refused(folder: Path, run_ranks, case: str) ->
 def test_rates_are_those_of_their_parts(folder: Path) -> None:
     # Catches a rate that reaches another part, or none.
     decoder, _ = make_image_decoder(make_image_model())
-    values = image_run(folder, folder / "output", lr=0.01, encoder_lr=0.001, projector_lr=0.1)
+    values = image_run(folder, folder / "output", lr=0.01, freeze_encoders=False, encoder_lr=0.001, projector_lr=0.1)
     config = config_from_mapping(values).config
     scales = lr_scales(decoder, config.train)
     mappers = ("encoder.projector.", "encoder.taps.")

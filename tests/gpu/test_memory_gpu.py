@@ -44,13 +44,20 @@ HF_CONFIG = hf_config(
 SHAPE_WITH_IMAGES = {
     **IMAGE_MODELS["images"],
     "text_config": {
-        **HF_CONFIG, "vocab_size": 32768, "head_dim": 64,
+        **HF_CONFIG,
+        "vocab_size": 32768,
+        "head_dim": 64,
         "rope_parameters": {**IMAGE_MODELS["images"]["text_config"]["rope_parameters"], "mrope_section": [12, 10, 10]},
     },
     "vision_config": {
         **IMAGE_MODELS["images"]["vision_config"],
-        "depth": 6, "hidden_size": 576, "num_heads": 8, "intermediate_size": 2152, "out_hidden_size": 1024,
-        "patch_size": 16, "deepstack_visual_indexes": [1, 3, 5],
+        "depth": 6,
+        "hidden_size": 576,
+        "num_heads": 8,
+        "intermediate_size": 2152,
+        "out_hidden_size": 1024,
+        "patch_size": 16,
+        "deepstack_visual_indexes": [1, 3, 5],
     },
 }
 NUM_TOKENS = 8192
