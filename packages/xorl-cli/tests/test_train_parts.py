@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from local_options import local_config
-from xorl.ckpt import Checkpointer
+from xorl.ckpt import Checkpointer, CheckpointError
 from xorl.ckpt.publish import set_aside_after
 from xorl.cli.signals import raise_on_signal
 from xorl.config import Config
 from xorl.core.runtime import GarbageCollection, Runtime
 from xorl.train import interrupt
+from xorl.train.checkpoint_model import require_same_parts
 from xorl.train.checkpoints import SavePoints
 from xorl.train.engine import StepLosses, Update
 from xorl.train.interrupt import Interruption
@@ -407,3 +408,13 @@ def test_a_step_is_divided_by_the_terms_of_its_loss() -> None:
     assert step.divisor == 3
     assert StepLosses.of(torch.tensor([0.0, 0.0, 8.0, 10.0, 1.0])).divisor == 1
     assert StepLosses.of(torch.tensor([torch.inf, 3.0, 8.0, 10.0, 1.0])).divisor.isnan()
+
+
+@pytest.mark.parametrize("option", ["freeze_router", "freeze_encoders", "freeze_projectors", "freeze_decoder"])
+def test_a_resume_trains_the_same_parts(option: str, tmp_path: Path) -> None:
+    # Catches a part that is no longer trained, with an optimizer whose state does not show it.
+    infos = [{"options": {f"train.{option}": value, "train.lr": 1}} for value in (False, True)]
+    require_same_parts(tmp_path, infos[0], infos[0])
+    require_same_parts(tmp_path, {}, infos[0])  # saved by an earlier version
+    with pytest.raises(CheckpointError, match=rf"was saved with train\.{option}: false, now true: restore the option"):
+        require_same_parts(tmp_path, *infos)

@@ -44,6 +44,8 @@ _ADAPTER_OPTIONS = {
 }
 # The quantisation of the base, which the tensors of a checkpoint with adapters alone do not show.
 _BASE_OPTIONS = ("lora.enable_qlora", "lora.quant_format", "lora.quant_group_size", "lora.exclude_modules")
+# What is trained. Tensors of optimizers without state do not show it.
+_PART_OPTIONS = ("train.freeze_router", "train.freeze_encoders", "train.freeze_projectors", "train.freeze_decoder")
 # How many differences a message lists.
 _MAX_LISTED = 5
 
@@ -320,6 +322,19 @@ def require_same_base(folder: Path, saved: Mapping[str, JSON], now: Mapping[str,
         raise ValueError(
             f"train.load_checkpoint_path: {folder} holds adapters that were trained over a base with "
             f"{'; '.join(differing)}: restore the option, or start a new run with lora.adapter_path"
+        )
+
+
+def require_same_parts(folder: Path, saved: Mapping[str, JSON], now: Mapping[str, JSON]) -> None:
+    """Raise CheckpointError if the run of a checkpoint trained other parts of the model.
+
+    The arguments are those of `differing_options`.
+    """
+    differing = [text for text in differing_options(folder, saved, now, None) if text.startswith(_PART_OPTIONS)]
+    if differing:
+        raise CheckpointError(
+            f"train.load_checkpoint_path: {folder} was saved with {'; '.join(differing)}: restore the option, or start "
+            "a new run from its weights"
         )
 
 

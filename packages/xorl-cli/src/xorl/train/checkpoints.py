@@ -30,6 +30,7 @@ from xorl.train.checkpoint_model import (
     differing_options,
     recorded_options,
     require_same_base,
+    require_same_parts,
 )
 from xorl.train.data import DataIdentity, StreamState
 from xorl.train.engine import Engine
@@ -169,12 +170,13 @@ class Checkpoints:
         """Load the checkpoint from which the job resumes, if any, and set later ones aside. Collective.
 
         Parameters that it lacks keep their values. Raises ValueError if its adapters were scaled differently or trained
-        over a differently quantised base, or if images are decoded to other values here.
+        over a differently quantised base, if it trained other parts, or if images are decoded to other values here.
         """
         resumed = self._startup.resumed
         if resumed is None:
             return None
         require_same_decoder(resumed.path, resumed.manifest.info, self._info)
+        require_same_parts(resumed.path, resumed.manifest.info, self._info)
         with self._startup.phases("resume", f"Loading {resumed.path}"):
             start = time.perf_counter()
             loaded = self._load(resumed.path, resumed.manifest)
