@@ -13,7 +13,7 @@ PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 NAMES = ("xorl-kernels", "xorl-data", "xorl-ckpt", "xorl-core", "xorl-lora", "xorl-cli")
 MAX_EXAMPLE_LINES = 7
 PARTS = ("xorl.kernels.attention", "xorl.core.models", "xorl.data", "xorl.ckpt", "xorl.lora")
-SLOW = ("torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp", "huggingface_hub")
+SLOW = ("torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp", "huggingface_hub", "PIL")
 
 # Torch alone is imported once; each part is imported in a fork of that process.
 IMPORTS = f"""\
