@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -146,6 +147,18 @@ REFUSED: Mapping[str, tuple[Change, str]] = {
         {"model": {"encoders": {"image": {"model_path": "{folder}/model"}}}},
         r"model\.encoders\.image\.model_path: .*model_type: 'qwen3' is not an image encoder that is supported",
     ),
+    "no sizes": (
+        {"model": {"encoders": {"image": {"model_path": "{folder}/no_sizes"}}}},
+        r"model\.encoders\.image\.model_path: .*patch_size: None, want the pixels on a side",
+    ),
+    "no weights": (
+        {"model": {"encoders": {"image": {"model_path": "{folder}/no_weights"}}}},
+        r"model\.encoders\.image\.model_path: .*contains no model\.safetensors",
+    ),
+    "other sizes": (
+        {"model": {"encoders": {"image": {"model_path": "{folder}/other_sizes"}}}},
+        r"the image processor makes images of 12 x 12 pixels, but the model reads 4 x 4 patches of 4 x 4 pixels",
+    ),
     "two encoders": (
         {"model": {"model_path": "{folder}/composed"}},
         r"model\.encoders\.image: .*a LlavaForConditionalGeneration has its own image encoder; leave model\.encoders",
@@ -153,7 +166,10 @@ REFUSED: Mapping[str, tuple[Change, str]] = {
     "adapters": ({"lora": {"enable_lora": True}}, r"adapters need a base in one folder"),
     "video": ({"model": {"encoders": {"video": {"model_path": "a"}}}}, "encoders of video and audio are not supported"),
     "nothing": ({"model": {"encoders": {"image": {}}}}, "of image are both null: set model_path"),
-    "checkpoint": ({"train": {"load_weights_mode": "dcp"}}, "the checkpoint in model.model_path has its encoder"),
+    "checkpoint": (
+        {"train": {"load_weights_mode": "dcp"}},
+        "the checkpoint in model.model_path already has its encoder",
+    ),
 }
 
 
@@ -164,6 +180,12 @@ def test_what_cannot_be_composed_is_refused(tmp_path: Path, run_ranks, case: str
     make_composed_model("siglip").save_pretrained(tmp_path / "composed")
     write_tokenizer(tmp_path / "composed")
     write_image_rows(tmp_path / "data", 3)
+    for name, change in (("no_sizes", {"patch_size": None}), ("no_weights", {}), ("other_sizes", {"image_size": 18})):
+        other = tmp_path / name
+        shutil.copytree(tmp_path / "encoder", other)
+        config = json.loads((other / "config.json").read_text())
+        (other / "config.json").write_text(json.dumps({**config, **change}))
+    (tmp_path / "no_weights" / "model.safetensors").unlink()
     changes, message = REFUSED[case]
     values = values_of(tmp_path, tmp_path / "output")
     named = json.loads(json.dumps(dict(changes)).replace("{folder}", str(tmp_path)))

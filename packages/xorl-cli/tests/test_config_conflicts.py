@@ -96,7 +96,7 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
         ("train.enable_reentrant: true, train.enable_compile: true", "cannot be compiled"),
         ("train.fp8: rowwise, train.enable_mixed_precision: false", "enable_mixed_precision is true"),
         ("train.fp8: tensorwise, train.enable_cpu_offload: true", "casts the gathered weights"),
-        ("model.moe_implementation: native, train.fp8: rowwise", "experts have one kernel in fp8"),
+        ("model.moe_implementation: native, train.fp8: rowwise", "only one fp8 kernel for experts"),
         (
             "train.load_weights_mode: dcp, model.model_path: null, model.config_path: c",
             "unless model.model_path is set",

@@ -75,7 +75,25 @@ def test_a_pair_is_both_answers_with_their_prompt(name, text_options, tmp_path, 
 REFUSED = {
     "no rejected": ({"prompt": "a", "chosen": "b"}, {}, "column 'rejected' does not exist"),
     "no prompt": ({"chosen": [GOOD], "rejected": [BAD]}, {}, "there is no prompt"),
-    "an empty answer": ({"prompt": "a", "chosen": "b", "rejected": ""}, {}, "is empty"),
+    "an empty answer": ({"prompt": "a", "chosen": "b", "rejected": ""}, {}, "line 1: column 'rejected' is empty"),
+    "an empty column": (
+        {"prompt": "a", "good": "", "rejected": "b"},
+        {"column_names": {"chosen": "good"}},
+        "line 1: column 'good' is empty",
+    ),
+    "no prompt of texts": (
+        {"chosen": "a", "rejected": "b"},
+        {},
+        "column 'prompt' does not exist, want a string; the columns are: chosen, rejected",
+    ),
+    "equal texts": ({"prompt": "a", "chosen": "b", "rejected": "b"}, {}, "line 1: the chosen .* are the same; remove"),
+    "equal messages": ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, {}, "are the same"),
+    "no message": ({"chosen": [USER, GOOD], "rejected": []}, {}, "column 'rejected' is an empty list"),
+    "too long": (
+        {"prompt": "a", "chosen": "b" * 99, "rejected": "c"},
+        {"overflow": "error", "max_seq_len": 30},
+        "or choose another overflow, such as drop$",
+    ),
     "truncation": (
         {"prompt": "a", "chosen": "b", "rejected": "c"},
         {"overflow": "truncate"},

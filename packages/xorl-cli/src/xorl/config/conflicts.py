@@ -29,7 +29,7 @@ def _model_has_a_source(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _compositions_are_whole(config: Config) -> Iterator[Conflict]:
+def _encoders_are_complete(config: Config) -> Iterator[Conflict]:
     encoder = config.model.encoders.get("image")
     if encoder is None:
         return
@@ -48,7 +48,7 @@ def _compositions_are_whole(config: Config) -> Iterator[Conflict]:
     if config.train.load_weights_mode == "dcp":
         yield Conflict(
             ("model.encoders", "train.load_weights_mode"),
-            "the checkpoint in model.model_path has its encoder: leave encoders at {}",
+            "the checkpoint in model.model_path already has its encoder: leave encoders at {}",
         )
 
 
@@ -198,7 +198,7 @@ def _fp8_is_compatible(config: Config) -> Iterator[Conflict]:
     if train.fp8 != "none" and config.model.moe_implementation is not None:
         yield Conflict(
             ("model.moe_implementation", "train.fp8"),
-            "experts have one kernel in fp8: leave moe_implementation out, or set fp8 to none",
+            "there is only one fp8 kernel for experts: leave moe_implementation out, or set fp8 to none",
         )
     if train.fp8 == "tensorwise" and train.enable_cpu_offload:
         yield Conflict(
@@ -280,7 +280,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     *MODEL_CHECKS,
     *DATA_CHECKS,
     _corrections_are_trained,
-    _compositions_are_whole,
+    _encoders_are_complete,
     _rates_of_encoders_have_a_scale,
     _learning_rates_are_valid,
     _determinism_needs_launch_blocking,

@@ -92,7 +92,9 @@ class ConfigWithOrigins(Generic[ConfigT]):
 
     @contextmanager
     def citing(self) -> Iterator[None]:
-        """A context in which errors of the libraries name options, and ValueErrors that start with one its line."""
+        """Within this context, errors of the libraries name options, and a ValueError that begins with an option, or
+        with a part of its value, cites its line.
+        """
         try:
             with naming_options():
                 yield
@@ -103,10 +105,12 @@ class ConfigWithOrigins(Generic[ConfigT]):
             raise ValueError(f"{origin}: {error}") from error
 
     def _origin(self, written: str) -> str:
-        """The origin of an option's value, or of the first option of an entry such as data.datasets[0]."""
+        """The origin of an option, of the option around `written`, or of the first one in an entry of a list."""
         option = re.sub(r"\[(\d+)\]", r".\1", written)
         if written.endswith("]"):
             return next((origin for path, origin in self.origins.items() if path.startswith(f"{option}.")), "")
+        while option and option not in self.origins:  # part of an option's value
+            option = option.rpartition(".")[0]
         return self.origins.get(option, "")
 
 

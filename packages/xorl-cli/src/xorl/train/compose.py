@@ -1,6 +1,6 @@
 """Composes a language model with an image encoder in another folder (`model.encoders`): one model, two sets of weights.
 
-The result is a model like any other, whose exports are folders of their own, for which the option is no longer needed.
+The result is a model like any other. Its exports are single folders, which need no `model.encoders`.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from xorl.ckpt import SafetensorsSource, WeightSource
+from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource
 from xorl.config.local import ModelConfig
 from xorl.core.models import ComposedWeights, composed_config, spec_for
 from xorl.core.models.composite import TEXT_CONFIG
+from xorl.core.models.llava import PLACEHOLDER_KEY
 from xorl.core.models.recipes import ENCODER
 from xorl.data import DataError
 from xorl.data.formats import load_tokenizer
@@ -20,10 +21,10 @@ from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.architecture import CONFIG_PATTERNS, Architecture, EncoderParts, folder_of, read_object
 
 OPTION = "model.encoders.image"
-# What the native names of the projector begin with, which is new in a composition.
+# The prefix of the native names of the projector, which no folder has.
 _PROJECTOR = f"{ENCODER}projector."
-# The key of a composition's config.json with the id of the token that stands for images, and its text by default.
-_PLACEHOLDER, _TOKEN = "image_token_index", "<image>"
+# The text of the token that stands for images, unless model.foundation names another one.
+_TOKEN = "<image>"
 
 
 def composed(architecture: Architecture, config: ModelConfig) -> Architecture:
@@ -45,10 +46,11 @@ def composed(architecture: Architecture, config: ModelConfig) -> Architecture:
     folder = folder_of(option, path, CONFIG_PATTERNS)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{option}: {folder} holds no config.json")
-    given = config.foundation.get(_PLACEHOLDER)
+    given = config.foundation.get(PLACEHOLDER_KEY)
     token, placeholder = _placeholder(architecture, given if isinstance(given, int) else None)
+    encoder_config = read_object(option, folder / "config.json")
     try:
-        hf_config = composed_config(architecture.hf_config, read_object(option, folder / "config.json"), placeholder)
+        hf_config = composed_config(architecture.hf_config, encoder_config, placeholder)
         spec = spec_for(hf_config)
         shape = spec.config_from_hf(hf_config)
         processor, _ = read_processor(folder)
@@ -57,7 +59,7 @@ def composed(architecture: Architecture, config: ModelConfig) -> Architecture:
     if placeholder >= shape.vocab_size:
         raise ValueError(
             f"{OPTION}: the token {token} has the id {placeholder}, but the model has only {shape.vocab_size} tokens; "
-            f"name an unused one in model.foundation: {{{_PLACEHOLDER}: ID}}"
+            f"name an unused one in model.foundation: {{{PLACEHOLDER_KEY}: ID}}"
         )
     parts = EncoderParts(encoder.model_path, processor, token)
     return replace(architecture, spec=spec, config=shape, hf_config=hf_config, encoder=parts)
@@ -77,7 +79,7 @@ def _placeholder(architecture: Architecture, given: int | None) -> tuple[str, in
             f"{OPTION}: the tokenizer in {folder} has {missing}, which has to stand for images: add it with "
             f'transformers\' tokenizer.add_tokens("{_TOKEN}", special_tokens=True), save the tokenizer to another '
             "folder, and name that in model.tokenizer_path; or name the id of an unused token in "
-            f"model.foundation: {{{_PLACEHOLDER}: ID}}"
+            f"model.foundation: {{{PLACEHOLDER_KEY}: ID}}"
         )
     return text, found
 
@@ -85,7 +87,7 @@ def _placeholder(architecture: Architecture, given: int | None) -> tuple[str, in
 def composed_weights(
     architecture: Architecture, text_path: str | None, names: Collection[str]
 ) -> tuple[WeightSource, Collection[str]]:
-    """The weights of a composition that are in folders, and those of the native `names` that are not.
+    """The stored weights of a composition, and those of the native `names` that are not stored but random.
 
     text_path: the folder or Hub id of the language model; None: it has random weights.
     """
@@ -98,7 +100,11 @@ def composed_weights(
         source = SafetensorsSource(folder_of("model.model_path", text_path))
         parts.add_decoder(spec.checkpoint_view(spec.config_from_hf(text), source), spec)
     if origin is not None:
-        parts.add_tower(SafetensorsSource(folder_of(f"{OPTION}.model_path", origin)))
+        option = f"{OPTION}.model_path"
+        try:
+            parts.add_tower(SafetensorsSource(folder_of(option, origin)))
+        except CheckpointError as error:
+            raise CheckpointError(f"{option}: {error}") from error
 
     def is_random(name: str) -> bool:
         if name.startswith(ENCODER):

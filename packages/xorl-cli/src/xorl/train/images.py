@@ -61,10 +61,11 @@ def image_settings(architecture: Architecture, data: DataConfig) -> ImageSetting
         values, path, placeholder=images.placeholder, patch_size=images.patch_size, has_axes=has_axes
     )
     sides = settings.fixed_size
-    if images.is_fixed and (sides is None or set(sides) != {images.side * images.patch_size}):
+    if images.is_fixed and (sides is None or {side // images.patch_size for side in sides} != {images.side}):
+        made = "images of different sizes" if sides is None else f"images of {sides[1]} x {sides[0]} pixels"
         raise DataError(
-            f"{path}: the image processor makes images of {sides} pixels, but those of the model have "
-            f"{images.side * images.patch_size} on a side"
+            f"{path}: the image processor makes {made}, but the model reads {images.side} x {images.side} patches of "
+            f"{images.patch_size} x {images.patch_size} pixels"
         )
     if settings.merge_size != images.merge_size:
         raise DataError(
@@ -152,7 +153,7 @@ def image_flops_of(module: Decoder) -> Callable[[Sequence[tuple[int, int]]], flo
 
 
 def image_cost(config: DecoderConfig, train: TrainConfig, lora: LoraConfig) -> tuple[float, float]:
-    """What encoding costs for each patch of an image, and for each pair of patches, in tokens of the decoder."""
+    """The cost of encoding an image, in tokens of the decoder: for each patch, and for each pair of patches."""
     images = config.images
     if images is None:
         return 0.0, 0.0

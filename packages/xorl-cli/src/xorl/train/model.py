@@ -335,7 +335,7 @@ def fill_base(
         quantization = None if quantization is None else quantization.from_plain_weights()
     elif architecture.encoder is not None:
         source, names = composed_weights(architecture, model.model_path, recipes)
-        drawn = frozenset(names)
+        drawn, option = frozenset(names), f"{MODEL_PATH} or model.encoders: "
         module.init_weights(train.seed, device=device, only=drawn)
         if len(drawn) == len(recipes):
             return

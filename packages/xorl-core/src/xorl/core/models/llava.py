@@ -1,6 +1,6 @@
 """LLaVA 1.5: any decoder, the tower of CLIP or SigLIP, and a projector of two layers between them.
 
-It is also what a language model and an image encoder in folders of their own are composed to.
+A language model and an image encoder in separate folders are combined into this architecture.
 """
 
 import re
@@ -66,7 +66,9 @@ _INERT = ("projection_dim", "vision_use_head", "initializer_factor", "initialize
 # Keys that early files repeat from the decoder, or that concern labels.
 _OF_TEXT = ("vocab_size", "ignore_index")
 DEFAULT_LAYER = -2
-# What names of a tower begin with in the files of a larger model, which has other parts.
+# The key with the id of the token that stands for images.
+PLACEHOLDER_KEY = "image_token_index"
+# The prefix of the tower's tensors in files of a larger model, which has other parts.
 _IN_LARGER = "vision_model."
 
 
@@ -127,7 +129,7 @@ def _read_images(hf: HFConfig, out_width: int) -> ImageConfig:
     vision.expect("num_channels", vision.positive("num_channels", 3), [3])
     patch_size, image_size = vision.positive("patch_size"), vision.positive("image_size")
     images = ImageConfig(
-        placeholder=hf.get("image_token_index", int, hf.get("image_token_id", int, 32000)),
+        placeholder=hf.get(PLACEHOLDER_KEY, int, hf.get("image_token_id", int, 32000)),
         patch_size=patch_size,
         frames=1,
         merge_size=1,
@@ -175,7 +177,7 @@ def composed_config(
     tower = vision if isinstance(vision, Mapping) else encoder
     kind = tower.get("model_type")
     if kind not in _TOWERS:
-        # Files of these models have it outside alone.
+        # Some files have only the model_type of the whole model.
         outer = f"{encoder.get('model_type')}_vision_model"
         if outer not in _TOWERS:
             raise ValueError(f"model_type: {kind!r} is not an image encoder that is supported: {', '.join(_TOWERS)}")
@@ -184,11 +186,17 @@ def composed_config(
         raise ValueError(f"{text.get('architectures')} is a model of several parts, not a language model alone")
     dropped = ("architectures", "dtype", "torch_dtype", "transformers_version")
     tower = {key: value for key, value in tower.items() if key not in dropped}
-    side = int(str(tower.get("image_size"))) // int(str(tower.get("patch_size")))
+    image_size, patch_size = (tower.get(name) for name in ("image_size", "patch_size"))
+    if not isinstance(image_size, int) or not isinstance(patch_size, int) or not 0 < patch_size <= image_size:
+        raise ValueError(
+            f"image_size: {image_size!r}, patch_size: {patch_size!r}, want the pixels on a side of the tower's images "
+            "and of its patches"
+        )
+    side = image_size // patch_size
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llava",
-        **({} if placeholder is None else {"image_token_index": placeholder}),
+        **({} if placeholder is None else {PLACEHOLDER_KEY: placeholder}),
         "image_seq_length": side**2,
         "multimodal_projector_bias": True,
         "projector_hidden_act": "gelu",

@@ -66,7 +66,9 @@ class PromptCompletionFormat(RenderedFormat):
         if answer != "completion" and prompt:
             prompt += _SEPARATOR
         if not values[-1]:
-            raise DataError(f"column {self.columns.get(answer, answer)!r} is empty, so there is nothing to train on")
+            raise DataError(
+                f"column {self.columns.get(answer, answer)!r} is empty, so there is nothing to train on; remove the row"
+            )
         begin = self.tokenizer.begin_of(prompt or values[-1])
         text = f"{begin}{prompt}{values[-1]}{self.tokenizer.end_of(values[-1])}"
         return Rendered(text, None if self.train_on == "all" else ((len(begin) + len(prompt), len(text)),))

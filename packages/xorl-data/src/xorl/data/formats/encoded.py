@@ -191,7 +191,7 @@ def apply_overflow(rows: EncodedRows, chunk: Chunk, fmt: Format) -> EncodedDocum
         index = int(np.argmax(long))
         raise DataError(
             f"{chunk.location(index)}: {rows.lengths[index]} tokens, more than {fmt.limit_option} = {fmt.limit}, and "
-            f"overflow is error; raise {fmt.limit_option}, or set overflow to truncate, drop or split"
+            f"overflow is error; raise {fmt.limit_option}, or choose another overflow, such as drop"
         )
     largest, largest_row = _largest_id(rows)
     trained_before = _num_trained(rows.labels, rows.lengths)

@@ -71,8 +71,13 @@ class PreferenceFormat(RenderedFormat):
         context = {name: row.get(self.columns.get(name, name)) for name in (*_CONTEXT_COLUMNS, _KWARGS)}
         common = {name: value for name, value in context.items() if value is not None}
         prompt = row.get(self.columns.get("prompt", "prompt"))
+        if given["chosen"] == given["rejected"]:
+            raise DataError(
+                "the chosen and the rejected answer are the same; remove the pair, or set the entry's skip_bad_rows"
+            )
         if not any(map(holds_messages, given.values())):
-            return self._pair(self._text, [{**common, "prompt": prompt, "completion": given[each]} for each in given])
+            chosen, rejected = (self._text(name).render(self._of_text(row)) for name in given)
+            return replace(chosen, rejected=rejected)
         if self.chat is None:
             raise DataError("the answers are messages, which need a chat template; set the entry's chat_template")
         answers = [self._messages(value, name) for name, value in given.items()]
@@ -85,10 +90,12 @@ class PreferenceFormat(RenderedFormat):
         if not begin:
             raise DataError(
                 f"there is no prompt: {self.columns.get('chosen', 'chosen')!r} and "
-                f"{self.columns.get('rejected', 'rejected')!r} do not begin with the same message; put it into the "
-                "column prompt"
+                f"{self.columns.get('rejected', 'rejected')!r} must begin with the same messages and go on with an "
+                "answer each; or put the prompt into the column prompt"
             )
-        return self._pair(self.chat, [{**common, "prompt": begin, "completion": answer} for answer in answers])
+        rows = ({**common, "prompt": begin, "completion": answer} for answer in answers)
+        chosen, rejected = map(self.chat.render, rows)
+        return replace(chosen, rejected=rejected)
 
     def tokenize(self, rendered: Sequence[Rendered], chunk: Chunk) -> EncodedRows:
         """Tokenizes pairs. Raises DataError if an answer has no trained token."""
@@ -113,13 +120,16 @@ class PreferenceFormat(RenderedFormat):
             lengths=rows.lengths.reshape(-1, 2).sum(1),
         )
 
-    def _pair(self, fmt: RenderedFormat, rows: Sequence[Row]) -> Rendered:
-        chosen, rejected = map(fmt.render, rows)
-        return replace(chosen, rejected=rejected)
+    def _text(self, answer: str) -> PromptCompletionFormat:
+        """The format of a prompt with one of the answers, whose errors name the columns of the pair."""
+        names = {"prompt": "prompt", "completion": answer}
+        columns = {name: self.columns.get(column, column) for name, column in names.items()}
+        columns |= {"system": self.columns["system"]} if "system" in self.columns else {}
+        return PromptCompletionFormat(self.limit, self.overflow, self.limit_option, self.tokenizer, columns)
 
-    @property
-    def _text(self) -> PromptCompletionFormat:
-        return PromptCompletionFormat(self.limit, self.overflow, self.limit_option, self.tokenizer)
+    def _of_text(self, row: Row) -> Row:
+        """What a pair of texts has in a row."""
+        return {column: row[column] for column in self.selected if column in row}
 
     def _value(self, row: Row, name: str) -> object:
         column = self.columns.get(name, name)
@@ -138,7 +148,8 @@ class PreferenceFormat(RenderedFormat):
         if isinstance(value, dict):
             value = [value]
         if not isinstance(value, list) or not value:
-            raise DataError(f"column {column!r} is {type(value).__name__}, want a list of messages")
+            shown = "an empty list" if value == [] else type(value).__name__
+            raise DataError(f"column {column!r} is {shown}, want a list of messages")
         return [*value]
 
 

@@ -68,6 +68,7 @@ def read_patches(content: bytes, settings: ImageSettings) -> Tensor:
         values = _middle(values, Size(*settings.fixed_size))
     patch, merge = settings.patch_size, settings.merge_size
     height, width = (side // settings.factor for side in values.shape[1:])
+    values = values[:, : height * settings.factor, : width * settings.factor]
     cut = values.reshape(3, height, merge, patch, width, merge, patch).permute(1, 4, 2, 5, 0, 3, 6)
     return cut.reshape(height * width * merge**2, 3 * patch**2).contiguous()
 

@@ -34,7 +34,8 @@ class ImageSettings:
         merge_size: the patches on a side of the square that a token stands for.
         min_pixels, max_pixels: limits on the area of the resized image, whose proportions are roughly kept. None with
             `fixed_size`.
-        fixed_size: (height, width) of all resized images; None: each image has its own size.
+        fixed_size: (height, width) of all resized images; None: each image has its own size. Pixels at the bottom and
+            on the right that do not fill a patch are not read.
         crops: with `fixed_size`, keep the proportions and crop to the center; otherwise, stretch.
         resample: how pixels are interpolated.
         mean, std: by color, what the model subtracts from values between 0 and 1, and then divides them by.
@@ -75,10 +76,8 @@ class ImageSettings:
                 raise DataError(f"images: min_pixels: {self.min_pixels} is above max_pixels: {self.max_pixels}")
             if self.max_pixels < self.factor**2:
                 raise DataError(f"images: max_pixels: {self.max_pixels} is less than a token, {self.factor}^2 pixels")
-        elif any(side % self.factor for side in self.fixed_size):
-            raise DataError(
-                f"images: the size {self.fixed_size} is not a multiple of {self.factor}, the side of a token in pixels"
-            )
+        elif min(self.fixed_size) < self.factor:
+            raise DataError(f"images: the size {self.fixed_size} is less than a token, {self.factor}^2 pixels")
         if len(self.mean) != 3 or len(self.std) != 3 or not all(value > 0 for value in self.std):
             raise DataError(f"images: mean {self.mean} and std {self.std}: want three numbers each, std above 0")
 
