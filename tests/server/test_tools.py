@@ -20,7 +20,7 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "now", "parameters": CITY}}
 CALL = ToolCall("weather", '{"city": "Bern"}')
 QUESTION = {"role": "user", "content": "Is it warm in Bern?"}
-# Templates that write calls in a known form.
+# Templates that write calls in a known format.
 WRITE_CALLS = {"qwen3", "llama3", "mistral", "deepseek", "harmony", "glm", "kimi", "command"}
 SHOW_TOOLS = {"qwen3", "mistral"}
 
@@ -42,7 +42,7 @@ def template_call(name="weather", arguments=None):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_form_of_calls_is_decided_from_the_template(family: str, tmp_path: Path) -> None:
+def test_the_format_of_calls_is_decided_from_the_template(family: str, tmp_path: Path) -> None:
     # Catches a template whose calls are read as text, and one that loses tools without a word.
     tokenizer = write_tokenizer(family, tmp_path)
     support = asyncio.run(TextCoder().tool_support(str(tmp_path)))

@@ -86,7 +86,7 @@ class ModelFields(Section):
         description="Kernels of layers with a recurrence: gated delta nets, state spaces and short convolutions. auto "
         "picks fla if it can run here, else batched on GPUs and plain on CPUs, and logs the choice. A backend named "
         "explicitly is used, or the run stops with an error. plain is torch, which is correct everywhere and slow on "
-        "GPUs; batched is torch, too, but computes convolutions and state spaces of all documents at once; fla uses "
+        "GPUs; batched is also torch, but computes convolutions and state spaces of all documents at once; fla uses "
         "the library fla-core for all but state spaces, in bf16 on Hopper GPUs. batched and fla are compared with "
         "plain at the start of each run.",
     )
@@ -136,9 +136,9 @@ class ModelFields(Section):
     )
     encoders: dict[EncoderKind, EncoderConfig] = Field(
         default={},
-        description="Encoders of other modalities beside a language model, by kind; each has a model_path and "
-        "optionally a config_path. The image encoder gets a new projector of two layers, and the model is exported as "
-        "one folder. Models that have their own image encoder need no entry.",
+        description="Encoders to combine with a language model, by modality; each has a model_path and optionally a "
+        "config_path. The image encoder gets a new projector of two layers, and the model is exported as one folder. "
+        "Models that have their own image encoder need no entry.",
     )
 
 

@@ -227,10 +227,10 @@ class LocalMemoryFields(MemoryFields):
     recompute_policy: RecomputePolicy = Field(
         default="module",
         description="What gradient checkpointing recomputes. module: recompute_modules, or whole layers. operation: "
-        "everything except matrix products and attention, whose outputs are kept (of latent attention, latents instead "
-        "of heads); nearly as fast as keeping everything. auto: a short probe before training picks the first of "
-        "nothing, operation, whole layers, and whole layers with enable_activation_offload that fits into memory, in "
-        "as few layers as possible (recompute_num_layers). On a CPU, auto recomputes nothing.",
+        "everything except matrix products and attention, whose outputs are kept (latent attention keeps its latents "
+        "instead of its heads); nearly as fast as keeping everything. auto: a short probe before training picks the "
+        "first of nothing, operation, whole layers, and whole layers with enable_activation_offload that fits into "
+        "memory, in as few layers as possible (recompute_num_layers). On a CPU, auto recomputes nothing.",
     )
     recompute_num_layers: AtLeastOne | None = Field(
         default=None,

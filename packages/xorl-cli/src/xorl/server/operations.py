@@ -214,8 +214,8 @@ class Sample(Message, frozen=True):
     tokens; None: all. prompt_draws: the number of alternatives to draw for each token of the prompt except the first.
     target_prompt_tokens: int64 [P - 1, K], further tokens whose log-probabilities to return at positions 1, 2, ... of
     the prompt; -1 marks an empty cell. routed_experts: return the experts of each token. logit_bias, pairs of a token
-    and its bias, and the penalties change the logits before a token is drawn, as in OpenAI's API. form: of each sample;
-    None: any text. The log-probabilities are of the unchanged logits.
+    and its bias, and the penalties change the logits before a token is drawn, as in OpenAI's API. form: a constraint on
+    each sample; None: any text. The log-probabilities are of the unchanged logits.
     """
 
     sampler: SamplerRef

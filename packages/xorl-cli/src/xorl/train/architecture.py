@@ -22,9 +22,9 @@ CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 
 @dataclass(frozen=True)
 class EncoderParts:
-    """What a model composed with an image encoder has from the folder of that one.
+    """The image encoder of a model that is composed of two folders.
 
-    origin: the folder or Hub id of its weights; None: they were drawn. processor: the settings of its image processor.
+    origin: the folder or Hub id of its weights; None: random weights. processor: the settings of its image processor.
     token: the text of the token that stands for images.
     """
 
@@ -41,7 +41,7 @@ class Architecture:
     its generation_config.json; empty without one. `own_tokenizer` and `own_generation`: the tokenizer, or `generation`,
     is not that of the base weights. `origin` is the folder or Hub id of the Hugging Face weights that training started
     from, even if it continued from checkpoints; None for random weights. `images`: how the images of the data are read;
-    None if it has none. `encoder`: of a model that is composed of two folders.
+    None if it has none. `encoder`: None unless the model is composed of two folders.
     """
 
     spec: ModelSpec

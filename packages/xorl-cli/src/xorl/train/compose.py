@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource
 from xorl.config.local import ModelConfig
-from xorl.core.models import ComposedWeights, composed_config, spec_for
+from xorl.core.models import PLACEHOLDER_KEY, ComposedWeights, composed_config, spec_for
 from xorl.core.models.composite import TEXT_CONFIG
-from xorl.core.models.llava import PLACEHOLDER_KEY
 from xorl.core.models.recipes import ENCODER
 from xorl.data import DataError
 from xorl.data.formats import load_tokenizer

@@ -102,13 +102,13 @@ def cut_down(hf_config: Mapping[str, object], min_heads: int, num_parts: int, mi
 
 
 def _some_of_each(kinds: Sequence[str], num_layers: int) -> Sequence[str]:
-    """The first layers, of which the last make room for kinds that only come later."""
+    """The first layers, the last of which are replaced by kinds that only occur later."""
     missing = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:num_layers]][:num_layers]
     kept = [*kinds[: num_layers - len(missing)], *missing]
     return "".join(kept) if isinstance(kinds, str) else kept
 
 
-# Rotary parameters that say something of each channel pair: a factor, or which axis it rotates by.
+# Rotary parameters with an entry for each channel pair: a factor, or the axis that it rotates by.
 _BY_PAIR = ("long_factor", "mrope_section")
 
 

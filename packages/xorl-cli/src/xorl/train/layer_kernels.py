@@ -69,7 +69,7 @@ def choose_layer_kernels(
 
 
 def planned_layer_kernels(model: ModelConfig, train: TrainConfig, *, tp: int, ep: int) -> LayerKernels:
-    """The operators that a model's layers call on a GPU, which need not be there: for passes of fake tensors.
+    """The kernels whose operators a model's layers would call on a GPU, for passes of fake tensors without one.
 
     tp, ep: the numbers of ranks that share each matrix and the experts.
     """
@@ -79,14 +79,14 @@ def planned_layer_kernels(model: ModelConfig, train: TrainConfig, *, tp: int, ep
 
 
 def shared_kernels(*, tp: int, ep: int) -> LayerKernels:
-    """Plain kernels for the shape of what the first rank has, if so many share each matrix and the experts."""
+    """Plain kernels with which a model has the first rank's part of matrices and experts that ranks share."""
     dispatcher = AllGather(RankGroup(0, ep, "ep")) if ep > 1 else None
     return LayerKernels(dispatcher=dispatcher, tensor=TensorRanks(RankGroup(0, tp, "tp")))
 
 
 @cache
 def planned_attention() -> PackedAttention:
-    """Attention of any kind, whose operators compute nothing; those of all kernels have the same shapes."""
+    """Attention for fake tensors, which computes nothing. Its operators have the same shapes as those of any kernel."""
 
     def nothing(*_: object, **__: object) -> NoReturn:
         raise AssertionError("a planned pass has fake tensors")
@@ -173,7 +173,7 @@ def require_dispatch(config: DecoderConfig, model: ModelConfig, train: TrainConf
 
 
 def check_dispatch(config: DecoderConfig, model: ModelConfig, train: TrainConfig) -> None:
-    """Raise ValueError if what the options ask for is impossible with the exchange that `auto` takes."""
+    """Raise ValueError for options that need another way of sending tokens to experts than the configured one."""
     num_ranks = train.expert_parallel_size
     if num_ranks == 1:
         return

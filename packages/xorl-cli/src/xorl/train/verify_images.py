@@ -16,7 +16,7 @@ from xorl.data.images.source import ImageSource
 from xorl.data.images.table import StoredImage
 from xorl.train.architecture import Architecture
 
-# Of encoders of few blocks and narrow widths, by key of vision_config: upper limits. Heads divide the width.
+# Upper limits for a small encoder, by key of vision_config. Heads divide the width.
 _CUT: Mapping[str, int] = {
     "depth": 4,
     "num_hidden_layers": 4,

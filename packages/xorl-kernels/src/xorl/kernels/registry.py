@@ -84,7 +84,7 @@ class Registry(Generic[RequestT, FunctionT]):
         return self._resolve_auto(request)[0] if name == AUTO else name
 
     def missing(self, request: RequestT) -> list[str]:
-        """For each backend that "auto" would prefer to the one it takes, if its library were installed: what lacks."""
+        """What keeps "auto" from backends that it prefers to the one it takes: the libraries that are not installed."""
         chosen = self.resolved_name(AUTO, request)
         preferred = [self._backends[name] for name in self._preference[: self._preference.index(chosen)]]
         lacking = [(backend.name, backend.missing()) for backend in preferred if _reason(backend, request) is None]

@@ -30,7 +30,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 class Call:
     """A call whose prompts are tokens.
 
-    tools: the functions that the model may call, and `calls` the form in which it does; None: none.
+    tools: the functions that the model may call, and `calls` the format in which it does; None: none.
     """
 
     api: Api
@@ -103,7 +103,7 @@ async def chat_call(api: Api, body: ChatBody) -> Call:
         rendered = [one.for_template(f"messages[{index}]") for index, one in enumerate(messages)]
         tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         answer_schema = read_format(body.response_format)
-    calls = await _form_of_calls(api, info, messages, tools)
+    calls = await _call_format(api, info, messages, tools)
     with refuse_invalid():
         form = answer_form(tools, calls, answer_schema)
     prompt = await api.text.encode_chat(
@@ -127,7 +127,7 @@ async def find_model(api: Api, name: str, *, saves: bool = False) -> ServedModel
 
 
 def read_answer(call: Call, sequence: SampledSequence) -> tuple[str, Sequence[ToolCall], FinishReason]:
-    """The text of a sample without its tool calls, these, and why it ended."""
+    """The text of a sample outside its tool calls, these calls, and why the sample ended."""
     text = sample_text(
         call.texts.decode,
         sequence.tokens.numpy().tolist(),
@@ -160,10 +160,10 @@ def _reason(sequence: SampledSequence, reader: CallReader) -> FinishReason:
     return "tool_calls" if reader.calls and sequence.stop_reason == "stop" else sequence.stop_reason
 
 
-async def _form_of_calls(
+async def _call_format(
     api: Api, info: ServiceInfo, messages: Sequence[ChatMessage], tools: Tools | None
 ) -> ToolFormat | None:
-    """The form of the model's tool calls; None if the request uses no tools. Raises Refusal if there is none."""
+    """The format of the model's tool calls; None if the request uses no tools. Raises Refusal if it is not known."""
     used = next((f"messages[{index}]" for index, one in enumerate(messages) if one.uses_tools), None)
     if tools is None and used is None:
         return None
@@ -171,8 +171,8 @@ async def _form_of_calls(
     advice = "describe tools in a message, and read calls in the text of the answer"
     for name, is_served, problem in (
         ("tools", tools is None or support.shows_tools, "does not show tools to the model"),
-        ("tools", tools is None or support.calls is not None, "does not write tool calls in a form that is known"),
-        (used, used is None or support.calls is not None, "does not write tool calls in a form that is known"),
+        ("tools", tools is None or support.calls is not None, "does not write tool calls in a known format"),
+        (used, used is None or support.calls is not None, "does not write tool calls in a known format"),
         (used, used is None or support.shows_results, "does not show the results of tool calls to the model"),
     ):
         if not is_served:

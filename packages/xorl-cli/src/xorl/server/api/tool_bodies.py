@@ -83,7 +83,7 @@ class Tools:
         return {name: function.parameters or {} for name, function in self.functions.items()}
 
     def form(self, calls: ToolFormat, answer_schema: JsonSchema | None) -> AnswerForm | None:
-        """The form of the answer, whose calls are written as `calls`; None: any text.
+        """The constraint on the answer, whose calls are written as `calls`; None: any text.
 
         answer_schema: of an answer without calls. Raises InvalidField if the sampler cannot keep the answer to it.
         """
@@ -151,7 +151,7 @@ def read_format(given: dict[str, Any] | None) -> JsonSchema | None:
 
 
 def answer_form(tools: Tools | None, calls: ToolFormat | None, answer_schema: JsonSchema | None) -> AnswerForm | None:
-    """The form of an answer; None: any text. calls: how the model's chat template writes them, if there are tools."""
+    """The constraint on an answer; None: any text. calls: how the chat template writes them, if there are tools."""
     if tools is not None:
         assert calls is not None, "without it, tools have been refused"
         return tools.form(calls, answer_schema)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001  (some templates spell tokens with bars of full width)
-"""The forms in which chat templates write tool calls: reads calls in answers, and describes the form to a sampler."""
+"""The formats in which chat templates write tool calls: reads calls in answers, and makes samples follow a format."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Tags(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A form of tool calls.
+    """A format of tool calls.
 
     A text with calls is `opening`, calls with `separator` between them, and `closing`. A call is `begin`, the name of
-    the function, `middle`, the arguments and `end`. Where models write blanks or new lines is not fixed: these match
-    any, also none. If `begin` ends in the key of the name in a JSON object, its keys may have any order, and the
+    the function, `middle`, the arguments and `end`. Models vary in blanks and new lines, so any number of them matches,
+    also none. If `begin` ends in the key of the name in a JSON object, its keys may have any order, and the
     arguments are called arguments or parameters.
 
     trigger: the text with which calls begin, after other text; empty: calls are the whole answer. tags: how arguments
@@ -62,7 +62,7 @@ class ToolFormat:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All fixed texts of the form, which may be special tokens."""
+        """All fixed texts of the format, which may be special tokens."""
         return (self.opening, self.begin, self.middle, self.end, self.separator, self.closing, *(self.tags or ()))
 
     @property
@@ -79,14 +79,14 @@ class ToolFormat:
     def constrained(
         self, schemas: Mapping[str, JsonSchema], *, is_required: bool, most: int | None, instead: JsonSchema | None
     ) -> ToolCalls | None:
-        """The form for the sampler; None if the sampler cannot follow it.
+        """The constraint for the sampler; None if the sampler cannot follow this format.
 
         schemas: of the functions' arguments, by name. is_required: there must be a call. instead: the schema of an
         answer without calls.
         """
         if self.tags is not None or not (is_required or self.trigger or instead):
             return None
-        # The index of a call is part of the text, which has no form for an index.
+        # The text contains the index of a call, which the sampler cannot count.
         most = 1 if self.call_id is not None or not (self.separator or self.trigger) else most
         tags = [
             CallTag(f"{self.begin}{name}{self.middle.replace('{index}', '0')}", schema, self.end)
@@ -98,7 +98,7 @@ class ToolFormat:
         )
 
     def head(self, names: Collection[str], *, is_first: bool) -> re.Pattern[str]:
-        """What is before a call's JSON or tags, of functions of these names."""
+        """Matches what comes before the JSON or the tags of a call of one of these functions."""
         begin = self.begin[: -len(_OBJECT)] if self.has_objects else self.begin
         longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
         name = "" if self.has_objects else f"(?P<name>{longest_first}){_flexible(self.middle)}"
@@ -116,7 +116,7 @@ class ToolFormat:
         return re.compile(rf"{_BLANKS}(?:{self._tail})?{_BLANKS}(?:{_flexible(self.closing)})?{_BLANKS}")
 
     def read_call(self, text: str, head: re.Match[str], schemas: Mapping[str, object]) -> tuple[ToolCall, int] | None:
-        """The call behind a head, and where its arguments end; None if there is none, or not its whole yet.
+        """The call after a head, and where its arguments end; None if there is no call, or not all of it yet.
 
         schemas: of the functions' arguments, by name.
         """
@@ -138,12 +138,12 @@ class ToolFormat:
         return ToolCall(name, json.dumps(arguments, ensure_ascii=False)), end
 
     def end_of_calls(self, text: str, start: int) -> int:
-        """Where the text after the last call's arguments, which end at `start`, begins."""
+        """Where the text after the last call begins. start: the end of that call's arguments."""
         found = self._closing.match(text, start)
         return start if found is None else found.end()
 
     def _arguments(self, text: str, start: int, schema: object) -> tuple[object, int]:
-        """Arguments behind a name. Raises ValueError if they are not complete."""
+        """The arguments after a name. Raises ValueError if they are not complete."""
         if self.tags is None:
             return json.JSONDecoder().raw_decode(text, start)
         before, after = self.tags.before, self.tags.after.strip()
@@ -248,14 +248,14 @@ FORMATS = (
     ToolFormat(begin='{"name": "', middle='", "arguments": ', end="}"),
     ToolFormat(begin="", middle="\n", end="", separator="<|assistant|>"),
 )
-"""The known forms. A template has the first one with which the call in its own text can be read."""
+"""The known formats. That of a template is the first one that can read a call which the template has written."""
 
 PROBE = ToolCall("probe_tool", '{"key": "value"}')
-"""The call that tells the form of a template."""
+"""The call with which the format of a template is found."""
 
 
 def format_of(render: Callable[[str], str]) -> ToolFormat | None:
-    """The form of a chat template's calls; None if it writes none that are known.
+    """The format of a chat template's calls; None if it writes none, or uses an unknown format.
 
     render: the text that the template writes for an answer with the call PROBE, from the call's id; raises ValueError
     if the template rejects the answer.
@@ -276,7 +276,7 @@ class CallReader:
     """Reads the text of an answer as it grows: other text, and calls, each as soon as it is complete.
 
     Args:
-        form: of the calls; None: the answer has none.
+        form: the format of the calls; None: the answer has none.
         schemas: of the arguments of the functions that may be called, by name.
     """
 

@@ -1,4 +1,4 @@
-"""What peers need to train models that read images: transformers' model, its inputs for packed rows, its fast paths.
+"""Peers on models that read images: prepares transformers' model, its inputs for packed rows, and its fast paths.
 
 Packed rows need positions in four rows, of which the first separates documents. The patches are normalised on the
 device, which transformers' own processors do on the host, in fp32 and for both frames.

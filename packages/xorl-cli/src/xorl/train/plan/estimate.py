@@ -1,4 +1,4 @@
-"""What a step of one layout needs and how long it takes, from the passes of its layers and the rates of a card.
+"""Estimates the memory and the time of a step in one layout, from the passes of its layers and the rates of a card.
 
 Times are those of the slowest rank, in seconds. A GPU and its host work at the same time, so a micro-batch takes as
 long as the slower of the two.
@@ -47,7 +47,7 @@ CONTEXT_BYTES = 0.6 * GIB
 RECURRENT_FLOPS_PER_S = 60e12
 # Of Muon's three products, two are symmetric, and only a triangle of them is computed.
 COMPUTED_SHARE = 2 / 3
-# Of torch's operations on elements, compiled code launches so many: it fuses them with others.
+# The share of torch's elementwise operations that compiled code launches; the others are fused.
 FUSED_SHARE = 0.25
 # Seconds of the host for each parameter of a unit: FSDP2 lists on the host where blocks of its gradients go.
 LISTING_S = 1e-11
@@ -98,7 +98,7 @@ class Work(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one rank does in a step. chunks_s: of both passes of a micro-batch, for each chunk of layers."""
+    """The work of one rank in a step. chunks_s: of both passes of a micro-batch, for each chunk of layers."""
 
     seconds: dict[str, float]
     chunks_s: list[float]
@@ -182,7 +182,6 @@ class Estimator:
         launching = (work.launches * launch_us + num_units * host.unit_us) * 1e-6
         if num_units:
             launching += LISTING_S * self._held_sizes(config, dims, stage).in_layers.trained
-        count = train.gradient_accumulation_steps
         seconds = {
             **work.computing,
             "exchanges": work.exchanging + sending,
@@ -369,7 +368,7 @@ class Estimator:
 
 
 def work_of(cost: Cost, rates: Rates, sent: float, *, compiled: bool) -> Work:
-    """What a phase takes. sent: the share of the pairs of a token and a rank that an exchange of experts sends."""
+    """The work of a phase. sent: the share of the pairs of a token and a rank that an exchange of experts sends."""
     computing: dict[str, float] = {}
     exchanging, launches = 0.0, 0.0
     for operation in cost.operations:
@@ -428,7 +427,7 @@ NO_SIZE = Sizes(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class _Unit:
-    """What is gathered together: experts, which other ranks may share than the rest, and the rest."""
+    """The parameters of a layer, which are gathered together. Experts may be shared by other ranks than the rest."""
 
     rest: Sizes
     experts: Sizes

@@ -99,7 +99,7 @@ class Plan:
 
 
 def check_plannable(config: Config, architecture: Architecture, num_gpus: int) -> None:
-    """Raise ValueError for what no rates were measured for."""
+    """Raise ValueError for a configuration that plans do not cover."""
     if config.train.fp8 != "none" and architecture.config.has_experts:
         raise ValueError(f"train.fp8: {config.train.fp8}: plans do not cover experts in fp8; plan with none")
     if not 1 <= num_gpus <= MAX_GPUS:

@@ -54,12 +54,13 @@ from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.decoder_layer import DecoderLayer
 from xorl.core.models.flops import training_flops
 from xorl.core.models.gpt2 import GPT2
-from xorl.core.models.llava import ComposedWeights, composed_config, processor_config
+from xorl.core.models.llava import PLACEHOLDER_KEY, ComposedWeights, composed_config, processor_config
 from xorl.core.models.spec import ModelSpec
 
 __all__ = [
     "GPT2",
     "IMAGE_SPECS",
+    "PLACEHOLDER_KEY",
     "SPECS",
     "CausalLM",
     "ComposedWeights",

@@ -22,7 +22,7 @@ DEFAULTS: Mapping[str, object] = {
     "num_local_experts": 8,
     "shared_intermediate_size": 1024,
 }
-# Of the block for all tokens, alone or beside experts.
+# The modules of the block for all tokens, which is alone or beside experts.
 SHARED: Mapping[str, str] = {"gate_up_proj": "shared_mlp.input_linear", "down_proj": "shared_mlp.output_linear"}
 MODULES: Mapping[str, str] = {
     **state_spaces.module_names("mamba"),
@@ -39,7 +39,7 @@ EXPERTS = ExpertNames(
     ),
 )
 NO_POSITIONS = "nope"
-# Of kernels.
+# A setting of kernels, which does not change the result.
 INERT = ("mamba_chunk_size",)
 
 

@@ -12,7 +12,7 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json. `attention_bias` applies to all four projections, `mlp_bias` to all three."""
-    # Files of models around this one leave out what is the same as in the first of the family.
+    # The defaults of transformers, which files of composite models leave out.
     hf = HFConfig(
         values,
         ARCHITECTURE,

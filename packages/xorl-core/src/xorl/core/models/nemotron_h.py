@@ -46,12 +46,12 @@ MODULES: Mapping[str, str] = {
 NAMES_OF_EXPERTS = ExpertNames(
     "mixer.gate", "mixer.experts.{}", "", "up_proj", "down_proj", "mixer.gate.e_score_correction_bias"
 )
-# Of kernels, of initial values, of generation, of layers that predict further tokens, and what transformers ignores.
-# Of experts, for models without any.
+# Keys of experts, which have no effect in a model without any.
 OF_EXPERTS = (
     *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
     *("num_experts_per_tok", "routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "moe_latent_size"),
 )
+# Keys of kernels, initial values, generation and multi-token prediction, and those that transformers ignores.
 INERT = (
     "output_router_logits",
     *("chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "num_logits_to_keep"),
@@ -73,7 +73,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     blocks = {
         state_spaces.STATES: LayerConfig(_read_states(hf), None),
         rotary_gated.FULL: LayerConfig(_read_attention(hf, head_dim), None),
-        DENSE: LayerConfig(None, _read_dense(hf, "intermediate_size")),
+        DENSE: LayerConfig(None, _read_dense(hf)),
     }
     types = _read_types(hf, (*blocks, EXPERTS))
     if EXPERTS in types:
@@ -136,7 +136,7 @@ def _read_attention(hf: HFConfig, head_dim: int) -> AttentionConfig:
 
 
 def _read_experts(hf: HFConfig) -> ExpertsConfig:
-    """Experts without gates, which may compute on something narrower, and a block for all tokens."""
+    """Experts without gates, which may compute on narrower latents, and a shared block for all tokens."""
     hf.expect("mlp_hidden_act", hf.get("mlp_hidden_act", str, "relu2"), ["relu2"])
     bias = hf.get("mlp_bias", bool, False)
     defaults = ExpertsConfig(8, 2, 7688, RouterConfig(normalize=True), gate=RELU2)
@@ -149,9 +149,9 @@ def _read_experts(hf: HFConfig) -> ExpertsConfig:
     )
 
 
-def _read_dense(hf: HFConfig, width_key: str) -> DenseConfig:
+def _read_dense(hf: HFConfig) -> DenseConfig:
     activation = hf.activation("mlp_hidden_act", "relu2")
-    return DenseConfig("plain", hf.positive(width_key), activation, hf.get("mlp_bias", bool, False))
+    return DenseConfig("plain", hf.positive("intermediate_size"), activation, hf.get("mlp_bias", bool, False))
 
 
 SPEC = ModelSpec(

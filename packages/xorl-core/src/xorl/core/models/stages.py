@@ -39,9 +39,9 @@ class Stage:
 
 
 def layers_needed(config: DecoderConfig, num_parts: int) -> int:
-    """The fewest layers that can be divided into so many parts: all that features of images are added after are in one.
+    """The fewest layers that can be divided into so many parts.
 
-    That is the first part, which has the image encoder.
+    The layers after which features of images are added are all in the first part, which has the image encoder.
     """
     taps = () if config.images is None else config.images.taps
     return max(1, len(taps)) + num_parts - 1

@@ -1,4 +1,4 @@
-"""The experts of a layer together with what ranks send each other, as one operator that needs no sizes from the host.
+"""The experts of a layer and the communication around them, as one operator that needs no sizes from the host.
 
 With the tokens of all ranks gathered (`all_gather`), sizes depend only on the number of tokens. So the forward and the
 backward pass of a layer's experts are the same sequence of kernels in every step, and a CUDA graph replays it in one
@@ -25,8 +25,8 @@ from xorl.kernels.experts.gates import Gate
 from xorl.kernels.experts.grouped import experts_of_plan, experts_of_plan_backward
 from xorl.kernels.experts.plan import RoutePlan
 
-# Of the rank that has most. With more, the GPU computes a layer's experts for longer than the host launches them, and a
-# graph would only hold memory of its own.
+# Tokens of the rank that has most. With more, the GPU computes a layer's experts for longer than the host launches
+# them, and a graph would only hold memory of its own.
 MOST_TOKENS_OF_GRAPH = 8192
 
 
@@ -109,21 +109,7 @@ def _gathered_experts(
 
 
 @_gathered_experts.register_fake
-def _(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    num_missing: int,
-    num_experts: int,
-    rank: int,
-    num_ranks: int,
-    group_name: str,
-    graphs: int,
-    products: str,
-    gate: Sequence[float],
-) -> Tensor:
+def _(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -163,22 +149,9 @@ def _gathered_experts_backward(
 
 @_gathered_experts_backward.register_fake
 def _(
-    grad: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    num_missing: int,
-    num_experts: int,
-    rank: int,
-    num_ranks: int,
-    group_name: str,
-    graphs: int,
-    products: str,
-    gate: Sequence[float],
-    trains_experts: bool,
+    grad: Tensor, x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, *constants: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, trains_experts = constants
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
         torch.empty_like(weights, memory_format=torch.contiguous_format),

@@ -14,11 +14,11 @@ from torch import Tensor
 
 Compute = Callable[..., tuple[Tensor, ...]]
 
-# Calls before one is captured: they compile kernels and choose configurations, which a capture may not.
+# Calls before the first capture: they compile kernels and choose configurations, which a capture cannot.
 CALLS_BEFORE = 1
-# Of the inputs' sizes. A graph for every size that occurs once or twice would take more than it saves.
+# The most sizes of inputs that have graphs: one for a size that occurs only once or twice costs more than it saves.
 MOST_SIZES = 8
-# Parameters that move in memory leave graphs behind.
+# Graphs read parameters where they were at the capture, so parameters that move leave useless graphs behind.
 MOST_GRAPHS = 1024
 
 _numbers = count()
@@ -68,7 +68,7 @@ class Graphs:
             moved: inputs that are copied to where a graph reads them.
             fixed: inputs that a graph reads where they are, such as parameters. Others at another place have a graph of
                 their own.
-            constants: what else tells calls apart.
+            constants: everything else in which calls differ.
         """
         sizes = constants, tuple((each.shape, each.dtype) for each in moved)
         key = sizes, tuple((each.data_ptr(), each.shape, each.dtype) for each in fixed)

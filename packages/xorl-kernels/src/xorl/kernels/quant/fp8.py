@@ -43,7 +43,7 @@ def fp8_refusal(device: torch.device) -> str | None:
 
 
 class _Planned:
-    """Whether fp8 tensors stand for those of a GPU, though they are not there. The compiler can read it."""
+    """Whether tensors on the CPU stand for those of a GPU that is not there. The compiler can read it."""
 
     now = False
 
