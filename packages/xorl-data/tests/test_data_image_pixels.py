@@ -167,3 +167,16 @@ def test_images_of_a_fixed_size_are_stretched_or_cut():
     assert not stretched.eq(200).all()
     assert grid_of(Size(12, 36), FIXED) == (3, 3)
     assert num_tokens(Size(3, 3), FIXED) == 9
+
+
+def test_patches_are_those_of_a_convolution_if_they_do_not_fill_the_image():
+    """Catches a refusal, or shifted patches, for towers such as 384 pixels in patches of 14."""
+    settings = replace(FIXED, fixed_size=(14, 15))
+    pixels = np.random.default_rng(0).integers(0, 256, (14, 15, 3), np.uint8)
+    patches = read_patches(picture_of(Image.fromarray(pixels)), settings)
+    windows = torch.from_numpy(pixels).permute(2, 0, 1)[None].double()
+    expected = torch.nn.functional.unfold(windows, settings.patch_size, stride=settings.patch_size)[0].t()  # [9, 48]
+    assert torch.equal(patches.double(), expected)
+    assert grid_of(Size(14, 15), settings) == (3, 3)
+    with pytest.raises(DataError, match="less than a token"):
+        replace(FIXED, fixed_size=(3, 12))

@@ -404,19 +404,6 @@ def test_images_are_read_with_the_settings_they_were_prepared_with(prepared):
         next(loader_of(documents, replace(SETTINGS, max_pixels=200)).steps())
 
 
-def test_patches_are_those_of_a_convolution_if_they_do_not_fill_the_image():
-    """Catches a refusal, or shifted patches, for towers such as 384 pixels in patches of 14."""
-    settings = replace(FIXED, fixed_size=(14, 15))
-    pixels = np.random.default_rng(0).integers(0, 256, (14, 15, 3), np.uint8)
-    patches = read_patches(picture_of(Image.fromarray(pixels)), settings)
-    windows = torch.from_numpy(pixels).permute(2, 0, 1)[None].double()
-    expected = torch.nn.functional.unfold(windows, settings.patch_size, stride=settings.patch_size)[0].t()  # [9, 48]
-    assert torch.equal(patches.double(), expected)
-    assert grid_of(Size(14, 15), settings) == (3, 3)
-    with pytest.raises(DataError, match="less than a token"):
-        replace(FIXED, fixed_size=(3, 12))
-
-
 def test_ranks_encode_large_images_at_the_same_time(prepared):
     """Catches bins that are dealt to ranks by their tokens alone: three ranks then wait for the one that encodes."""
     pictures = [{"bytes": base64.b64encode(picture(64, 16, seed=seed)).decode()} for seed in range(4)]
