@@ -34,6 +34,7 @@ from xorl.core.nn.roles import (
     StacksMatrices,
     StatesInitialValues,
     StoresWeight,
+    declared,
 )
 from xorl.core.nn.share import pieces, shares_of
 from xorl.core.nn.short_conv import ShortConv
@@ -159,8 +160,8 @@ class Decoder(nn.Module):
         stacked |= {
             f"{path}.{name}": tuple(rows)
             for path, module in self.named_modules()
-            if isinstance(module, StacksMatrices)
-            for name, rows in module.matrix_rows.items()
+            if (stacking := declared(module, StacksMatrices)) is not None
+            for name, rows in stacking.matrix_rows.items()
         }
         matrices = {name for name, role in self.parameter_roles().items() if role in ("dense", "expert", "adapter")}
         return {
@@ -174,9 +175,10 @@ class Decoder(nn.Module):
         roles: dict[str, Role] = {}
         for path, module in self.named_modules():
             for name, _ in module.named_parameters(recurse=False):
-                assert isinstance(module, DeclaresRoles), f"{path}: {type(module).__name__} declares no roles"
-                is_stored = isinstance(module, StoresWeight) and name in module.stored
-                role = module.roles.get("weight" if is_stored else name)
+                declaring, storing = declared(module, DeclaresRoles), declared(module, StoresWeight)
+                assert declaring is not None, f"{path}: {type(module).__name__} declares no roles"
+                is_stored = storing is not None and name in storing.stored
+                role = declaring.roles.get("weight" if is_stored else name)
                 assert role is not None, f"{path}: {type(module).__name__} declares no role for {name}"
                 roles[f"{path}.{name}"] = role
         return roles
@@ -316,8 +318,8 @@ class Decoder(nn.Module):
         stored = {
             f"{path}.{name}"
             for path, module in self.named_modules()
-            if isinstance(module, StoresWeight)
-            for name in module.stored
+            if (storing := declared(module, StoresWeight)) is not None
+            for name in storing.stored
         }
         parameters, shares, stated = dict(self.named_parameters()), shares_of(self), self._stated_values()
         for name, role in self.parameter_roles().items():
@@ -362,8 +364,8 @@ class Decoder(nn.Module):
         stated = {name: by_role[role] for name, role in self.parameter_roles().items() if role in by_role}
         stated |= {name: 1.0 for name in stated if name.startswith(ENCODER) and name.endswith(".weight")}
         for path, module in self.named_modules():
-            if isinstance(module, StatesInitialValues):
-                stated |= {f"{path}.{name}": value for name, value in module.initial_values.items()}
+            if (stating := declared(module, StatesInitialValues)) is not None:
+                stated |= {f"{path}.{name}": value for name, value in stating.initial_values.items()}
         return stated
 
     def _std(self, name: str) -> float:

@@ -12,7 +12,7 @@ from xorl.core.models.image_encoder import EncoderAttention, PatchLinear
 from xorl.core.models.recipes import ENCODER, CheckpointNames, Constant, Flattened, Part, Rows, WeightRecipe, unchanged
 from xorl.core.nn import Attention, GatedMLP
 from xorl.core.nn.moe import ExpertLinear
-from xorl.core.nn.roles import IN_FP32, DeclaresRoles
+from xorl.core.nn.roles import IN_FP32, DeclaresRoles, declared
 
 # The layers that a native one stacks, in the order of their rows.
 STACKED: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -29,7 +29,8 @@ def recipes_of(model: nn.Module, names: CheckpointNames) -> dict[str, WeightReci
             if isinstance(module, ExpertLinear):
                 table[name] = _expert_recipe(path, leaf, module, names)
                 continue
-            role = module.roles.get(leaf) if isinstance(module, DeclaresRoles) else None
+            declaring = declared(module, DeclaresRoles)
+            role = None if declaring is None else declaring.roles.get(leaf)
             if isinstance(module, PatchLinear) and leaf == "weight":
                 table[name] = Flattened(f"{names.in_checkpoint(path)}.{leaf}", module.stored_shape)
             elif role == "correction":

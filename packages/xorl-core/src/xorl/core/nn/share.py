@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor, nn
 
+from xorl.core.nn.roles import declared
 from xorl.core.shards import Box, local, local_box
 
 # The axis of the first and the last stage of a pipeline.
@@ -121,7 +122,6 @@ def copied_rows(tensor: Tensor, share: Share) -> list[tuple[range, int, int]]:
     return found
 
 
-@runtime_checkable
 class DeclaresShares(Protocol):
     """A module that may not hold its parameters as a whole. `shares` maps the names of these to what it holds."""
 
@@ -134,6 +134,6 @@ def shares_of(model: nn.Module) -> dict[str, Share]:
     return {
         f"{path}.{name}" if path else name: share
         for path, module in model.named_modules()
-        if isinstance(module, DeclaresShares)
-        for name, share in module.shares.items()
+        if (declaring := declared(module, DeclaresShares)) is not None
+        for name, share in declaring.shares.items()
     }

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from xorl.core.nn.roles import DeclaresRoles
+from xorl.core.nn.roles import DeclaresRoles, declared
 from xorl.core.parallel.collectives import Collectives, transport
 from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter
 from xorl.core.torch_private import FSDPParam, call_hooks_around, owner, parameter_group
@@ -72,7 +72,7 @@ def kept_in_fp32(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if isinstance(module, DeclaresRoles) and "recurrence" in module.roles.values()
+        if (declaring := declared(module, DeclaresRoles)) is not None and "recurrence" in declaring.roles.values()
     ]
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from xorl.core.nn.roles import DeclaresRoles, StoresWeight
+from xorl.core.nn.roles import DeclaresRoles, StoresWeight, declared
 from xorl.core.parallel.fsdp import sharded_parameters
 from xorl.core.torch_private import FSDPParam, set_gather_hooks, sharded_values, shares_storage
 
@@ -18,8 +18,9 @@ def gather_as_stored(model: nn.Module) -> None:
     FSDP2 would cast every parameter of a unit to its mixed-precision dtype, even bytes.
     """
     for (module, name), parameter in sharded_parameters(model).items():
-        is_stored = isinstance(module, StoresWeight) and name in module.stored
-        if is_stored or (isinstance(module, DeclaresRoles) and module.roles.get(name) == "correction"):
+        storing, declaring = declared(module, StoresWeight), declared(module, DeclaresRoles)
+        is_stored = storing is not None and name in storing.stored
+        if is_stored or (declaring is not None and declaring.roles.get(name) == "correction"):
             _gather_uncast(parameter)
 
 
