@@ -37,15 +37,14 @@ LEFT_OUT = {
     "max_position_embeddings",  # a limit
 }
 # Changes that nothing shows: the probabilities of all experts sum to 1 anyway, and the last norm removes the factor on
-# the output of the last layer.
-HIDDEN: dict[tuple[str, str], set[str]] = {("Qwen3MoeForCausalLM", "all experts"): {"ffn.router.normalize=False"}}
+# the output of the last layer, which differs from all others.
+HIDDEN: dict[tuple[str, str], set[str]] = {
+    ("Qwen3MoeForCausalLM", "all experts"): {"ffn.router.normalize=False"},
+    ("Gemma4ForCausalLM", "experts, untied"): {"output_scale=False"},
+}
 # Of so few channel pairs, none lies between the bounds.
 HIDDEN |= {
     (f"{name}ForCausalLM", "grouped heads"): {"mixer.rope.beta_fast=32.0"} for name in ("DeepseekV3", "Glm4MoeLite")
-}
-HIDDEN |= {
-    ("Gemma4ForCausalLM", label): {"output_scale=False"}
-    for label in ("sliding window", "own values, capped logits", "untied, biases", "experts", "experts, untied")
 }
 
 
@@ -92,12 +91,10 @@ def changed(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _changed_layers(config: DecoderConfig) -> Iterator[tuple[str, DecoderConfig]]:
-    """All layers at once if they are equal, else each of them."""
-    layers = config.layers
-    size = len(layers) if len(set(layers)) == 1 else 1
-    for group in (range(start, start + size) for start in range(0, len(layers), size)):
-        for name, other in changed(layers[group.start]):
-            yield name, replace(config, layers=(*layers[: group.start], *[other] * len(group), *layers[group.stop :]))
+    """All equal layers at once."""
+    for kind in dict.fromkeys(config.layers):
+        for name, other in changed(kind):
+            yield name, replace(config, layers=tuple(other if layer == kind else layer for layer in config.layers))
 
 
 def others(owner: Any, name: str, own: Any) -> Iterable[Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,6 @@ from xorl.train.recompute_choice import MicroBatch, measure_slice
 from xorl.train.step_memory import held_bytes
 from xorl.train.verify import Result, compare, one_process
 
-EP_4: dict[str, object] = {"data_parallel_mode": "fsdp2", "expert_parallel_size": 4}
 ON_ONE_RANK = "all choices on one rank"
 PARTS = RoutePlan.parts
 # By name: (options of train, options of lora).
@@ -44,6 +43,10 @@ RUNS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "outer factors shared": ({}, {**EXPERT_LORA, "moe_hybrid_shared_lora": True}),
     ON_ONE_RANK: ({"router_z_loss_coef": 0.1}, {}),
 }
+# Each rank compiles for itself.
+NUM_RANKS = dict.fromkeys(RUNS, 4) | {"compiled": 2}
+# The layouts' table has the exact exchange of all others.
+COMPARED = [*((run, "allgather") for run in RUNS), (ON_ONE_RANK, "alltoall")]
 
 
 def to_first_rank(scores: Tensor, count: int) -> Tensor:
@@ -64,12 +67,16 @@ def one_pass(plan: RoutePlan, count: int) -> Iterator[object]:
     return islice(PARTS(plan, count), 1)
 
 
+def shared_by(num_ranks: int) -> dict[str, object]:
+    return {"data_parallel_mode": "fsdp2", "expert_parallel_size": num_ranks}
+
+
 def result(folder: Path, run: str, dispatch: str | None = None, fault: Callable[..., object] | None = None) -> Result:
     """The steps of a run on ranks that exchange tokens in this way, or in one process."""
     train, lora = RUNS[run]
     # Only gathered tokens can be compiled, here without the compiler that generates code.
     only = {} if dispatch == "allgather" else {"enable_compile": False}
-    layout = ONE_PROCESS if dispatch is None else EP_4
+    layout = ONE_PROCESS if dispatch is None else shared_by(NUM_RANKS[run])
     of_model = {} if dispatch is None else {"ep_dispatch": dispatch}
     config = run_config(folder, "model", {**layout, **train, **only}, lora, of_model)
     with pytest.MonkeyPatch.context() as patch:
@@ -90,8 +97,10 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     shape = hf_config("qwen3_moe", num_experts=8, moe_intermediate_size=48, output_router_logits=True)
     write_config(folder / "model", shape)
     cells: dict[tuple, tuple[int, Callable[[], object]]] = {}
-    for run, dispatch in product(RUNS, (None, "allgather", "alltoall")):
-        cells[run, dispatch] = (1 if dispatch is None else 4, partial(result, folder, run, dispatch))
+    for run in RUNS:
+        cells[run, None] = (1, partial(result, folder, run))
+    for run, dispatch in COMPARED:
+        cells[run, dispatch] = (NUM_RANKS[run], partial(result, folder, run, dispatch))
     cells[ON_ONE_RANK, "one pass"] = (4, partial(result, folder, ON_ONE_RANK, "allgather", one_pass))
     return launch(cells)
 
@@ -101,8 +110,7 @@ def outside(found: Result, expected: Result) -> dict[str, object]:
     return {kind: one for kind, one in compare(found, expected).items() if not one.is_within}
 
 
-@pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("run", "dispatch"), COMPARED)
 def test_gathered_tokens_give_what_one_process_computes(run: str, dispatch: str, found: Launches) -> None:
     # Catches choices beyond the first pass that are dropped, tokens that another rank takes for its own, and gradients
     # that one rank alone counts.
@@ -192,7 +200,11 @@ def test_a_rank_measures_its_layers_alone(run_ranks, tmp_path: Path) -> None:
 
     def measured() -> tuple[int, float]:
         config = run_config(
-            tmp_path, "model", {**EP_4, **RECOMPUTE, "recompute_policy": "auto"}, {}, {"ep_dispatch": "allgather"}
+            tmp_path,
+            "model",
+            {**shared_by(4), **RECOMPUTE, "recompute_policy": "auto"},
+            {},
+            {"ep_dispatch": "allgather"},
         )
         architecture, device = read_architecture(config.model), torch.device("cpu")
         mesh = mesh_for(config)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from layouts import LAYOUTS, NUM_STEPS, ONE_PROCESS, RUNS, run_in_layout, write_models
+from layouts import LAYOUTS, NUM_STEPS, NUM_STEPS_OF_MUON, ONE_PROCESS, RUNS, run_in_layout, write_models
 from ranks import Launch, Launches
 from xorl.train.verify import compare
 
@@ -21,7 +21,9 @@ def found(request: pytest.FixtureRequest, launch: Launch, tmp_path_factory: pyte
     for layout, run in [(params["layout"], params["run"]) for params in own]:
         cells["one process", run] = (1, partial(run_in_layout, folder, RUNS[run], ONE_PROCESS))
         placed = LAYOUTS[layout]
-        num_steps = NUM_STEPS if run == placed.runs[0] else 1
+        is_muon = RUNS[run].train.get("optimizer") == "muon"
+        num_steps = NUM_STEPS if run == placed.runs[0] or is_muon else 1
+        num_steps = NUM_STEPS_OF_MUON if run.endswith("Muon") else num_steps
         compute = partial(run_in_layout, folder, RUNS[run], placed.train, num_steps=num_steps)
         cells[layout, run] = (placed.num_ranks, compute)
     return launch(cells)

@@ -248,13 +248,13 @@ def test_parameters_that_ranks_divide_resume_on_any_layout(
     # exports that depend on who held what.
     name, layouts = CHAINS[chain]
     straight, resumed = ended(name)[0], tmp_path / "resumed"
-    options = [*RUNS[name][2], "--train.save_steps", "1"]
 
-    def run_on(output: Path, layout: str, *more: str, **ends: int) -> None:
+    def run_on(output: Path, layout: str, *more: str, killed_at: int | None = None) -> None:
         num_ranks, sharing, own = layouts[layout]
-        split = {"mode": "fsdp2", "accumulation": 4 * sharing // num_ranks, "overrides": [*options, *own, *more]}
-        ended = run_ranks(lambda: run(folder, output, **split, **ends), num_ranks)
-        assert ended == ["no result" if ends else 0] * num_ranks
+        options = [*RUNS[name][2], "--train.save_steps", str(killed_at or NUM_STEPS), *own, *more]
+        split = {"mode": "fsdp2", "accumulation": 4 * sharing // num_ranks, "overrides": options}
+        ended = run_ranks(lambda: run(folder, output, **split, killed_at=killed_at), num_ranks)
+        assert ended == ["no result" if killed_at else 0] * num_ranks
 
     def export_on(output: Path, layout: str) -> bytes:
         run_on(output, layout, "--train.save_hf_weights", "true")

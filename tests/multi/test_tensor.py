@@ -141,7 +141,7 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
             run = partial(steps, folder, "gpt2", size, 3, {"fp8": recipe, "enable_mixed_precision": True})
             cells["fp8", recipe, size] = (size, run)
     cells |= {
-        ("copies", model, optimizer): (2, partial(steps, folder, model, 2, 20, {**IN_BF16, "optimizer": optimizer}))
+        ("copies", model, optimizer): (2, partial(steps, folder, model, 2, 8, {**IN_BF16, "optimizer": optimizer}))
         for model in COPIED
         for optimizer in OPTIMIZERS
     }

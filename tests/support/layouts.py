@@ -31,8 +31,8 @@ from xorl.train.startup import parallel_dims
 from xorl.train.verify import Result, one_process
 
 NUM_BINS = 8
-# The gradients of a step show most of what a layout can get wrong; that an update reaches the next pass, the first run
-# of each shows in a second step; and what an optimizer keeps by matrix, a third one.
+# The gradients of a step show most of what a layout can get wrong; that an update reaches the next pass, a second step
+# shows; and what an optimizer keeps by matrix, a third one.
 NUM_STEPS, NUM_STEPS_OF_MUON = 2, 3
 Options = Mapping[str, object]
 NO_OPTIONS: Options = MappingProxyType({})
@@ -184,6 +184,8 @@ RUNS |= {
     "pipeline: the first layer": Run("llama, 4 layers", lora={**LORA, "lora_target_modules": ["0.self_attn.q_proj"]}),
     "pipeline: qwen3_moe": Run("qwen3_moe, 4 layers", {"router_z_loss_coef": 0.1}),
 }
+FEW_STAGED = ("pipeline: gpt2", "pipeline: llama", "pipeline: the last layer", "pipeline: qwen3_moe")
+STAGED_HYBRIDS = ("qwen3_5", "qwen3_5, LoRA", "lfm2", "nemotron_h")
 BESIDE_BLOCK = ("gemma4_text, experts", "gemma4_text, adapted experts")
 # Losses of pairs of answers; adapters are switched off for the reference model.
 RUNS |= {
@@ -201,7 +203,8 @@ SOME_PREFERENCES = ("dpo, LoRA", "kto", "orpo")
 GPT_OSS = ("gpt_oss", "gpt_oss, adapted experts", "gpt_oss, QLoRA")
 PIPELINE = tuple(name for name in RUNS if name.startswith("pipeline"))
 SHARED = ("qwen3_moe, shared adapters", "qwen3_moe, outer factors shared")
-CONTEXT = ("llama, LoRA", "qwen3", "qwen3_moe")
+# Of full weights, whose rows or heads may be divided in several ways, and of adapters.
+CONTEXT = ("llama, LoRA", "qwen3_moe")
 ALL_CONTEXT = (
     *FAMILIES,
     *(
@@ -212,21 +215,14 @@ ALL_CONTEXT = (
     "qwen3_moe",
     "qwen3_moe, operation and moe_act",
 )
-# Windows, learned positions, norms over all heads, layers without a rotation, scales, recomputation, quantised weights,
-# pairs of answers.
-FEW_CONTEXT = ("mistral", "gpt2", "olmo2", "smollm3", "gemma4_text", "qwen3, operation", "qwen3, QLoRA", "dpo, LoRA")
-EXPERTS = (
-    "qwen3_moe",
-    "mixtral, Muon",
-    "qwen3_moe, LoRA",
-    "qwen3_moe, adapted experts",
-    "qwen3_moe, outer factors shared",
-)
+# Windows, learned positions, norms over all heads, layers without a rotation, scales, pairs of answers.
+FEW_CONTEXT = ("mistral", "gpt2", "olmo2", "smollm3", "gemma4_text", "dpo, LoRA")
+# How weights are stored and updated does not depend on how rows are divided: Ulysses has the other runs.
+RING_RUNS = (*FAMILIES, "llama, LoRA", "qwen3, operation", "qwen3, QLoRA", "mistral", "gpt2", *ALL_CONTEXT[-2:])
 FEW_EXPERTS = ("qwen3_moe", "mixtral, Muon", "qwen3_moe, adapted experts")
+EXPERTS = (*FEW_EXPERTS, "qwen3_moe, outer factors shared")
 TENSOR = (
-    "llama",
     "llama, LoRA",
-    "qwen3",
     "qwen3, LoRA",
     "qwen3, Muon",
     "qwen3, tied LoRA",
@@ -249,7 +245,9 @@ TENSOR_EXPERTS = (
 ALL_EXPERTS = tuple(
     name
     for name, run in RUNS.items()
-    if run.model in ("qwen3_moe", "mixtral") and name not in ALL_CONTEXT[-1:] and "loss" not in run.train
+    if run.model in ("qwen3_moe", "mixtral")
+    and name not in (*ALL_CONTEXT[-1:], "qwen3_moe, LoRA", "qwen3_moe, adapted experts, recomputed")
+    and "loss" not in run.train
 )
 OTHER_EXPERTS = (
     "glm4_moe",
@@ -305,18 +303,8 @@ HSDP = {"data_parallel_replicate_size": 2}
 ONE_PROCESS: Options = {"data_parallel_mode": "none"}
 LAYOUTS: dict[str, Layout] = {
     "ddp 2": _layout(2, (*SHARED, "dpo, LoRA", "kto"), **DDP),
-    "fsdp 2": _layout(
-        2,
-        (
-            *SHARED,
-            *PREFERENCES,
-            *FAMILIES,
-            *HYBRIDS,
-            "qwen3_next",
-            "qwen3_next, LoRA",
-            "gpt_oss",
-        ),
-    ),
+    # "ulysses 2" shards the parameters of all families, too.
+    "fsdp 2": _layout(2, (*SHARED, *PREFERENCES, "qwen3", "qwen3_next, LoRA", "gpt_oss")),
     "ulysses 2": _layout(
         2,
         (
@@ -327,11 +315,11 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "ulysses 2, none": _layout(2, CONTEXT, **ULYSSES, cp_fsdp_mode="none"),
     "ulysses 2, ddp": _layout(2, CONTEXT, **ULYSSES, **DDP),
-    "ring 2": _layout(2, (*ALL_CONTEXT, *SOME_PREFERENCES, "gpt_oss"), **RING),
+    "ring 2": _layout(2, (*RING_RUNS, *SOME_PREFERENCES, "gpt_oss"), **RING),
     "ring 2, none": _layout(2, CONTEXT, **RING, cp_fsdp_mode="none"),
     "ep 2": _layout(2, (*ALL_EXPERTS, *OTHER_EXPERTS), **EP),
-    "ep 2, ulysses 2": _layout(2, (*EXPERTS, "qwen3_5_moe"), **EP, **ULYSSES),
-    "ep 2, ring 2": _layout(2, EXPERTS, **EP, **RING),
+    "ep 2, ulysses 2": _layout(2, (*FEW_EXPERTS, "qwen3_5_moe"), **EP, **ULYSSES),
+    "ep 2, ring 2": _layout(2, FEW_EXPERTS[::2], **EP, **RING),
     "tp 2": _layout(2, (*TENSOR, *SOME_PREFERENCES, *HYBRIDS, "nemotron_h, LoRA"), **{**TP, **ONE_PROCESS}),
     "tp 2, fsdp": _layout(
         2,
@@ -347,17 +335,20 @@ LAYOUTS: dict[str, Layout] = {
     "tp 2, ep 2": _layout(2, SOME_EXPERTS, **TP, **EP),
     "pp 2": _layout(
         2,
-        (*STAGED, *SOME_PREFERENCES, *HYBRIDS, "qwen3_5_moe", "deepseek_v3, experts", *BESIDE_BLOCK, *GPT_OSS[:2]),
+        (
+            *(*STAGED, *SOME_PREFERENCES, *STAGED_HYBRIDS, *BESIDE_BLOCK),
+            *("qwen3_5_moe", "deepseek_v3, experts", *GPT_OSS[:2]),
+        ),
         **PP,
     ),
     "pp 2, none": _layout(2, ("pipeline: gpt2", "pipeline: LoRA"), **{**PP, **ONE_PROCESS}),
     "pp 2, GPipe": _layout(2, ("pipeline: gpt2", "pipeline: qwen3_moe"), **PP, **GPIPE),
-    "pp 2, interleaved": _layout(2, PIPELINE, **PP, **INTERLEAVED),
+    "pp 2, interleaved": _layout(2, FEW_STAGED, **PP, **INTERLEAVED),
     "pp 2, gathering for each pass": _layout(2, ("pipeline: llama",), **PP, reshard_after_forward=True),
-    "pp 4": _layout(4, PIPELINE, pipeline_parallel_size=4),
+    "pp 4": _layout(4, FEW_STAGED, pipeline_parallel_size=4),
     "pp 2, fsdp 2": _layout(4, ("pipeline: gpt2", "qwen3, tied LoRA", "qwen3, Muon"), **PP),
     "pp 2, hsdp 2": _layout(4, ("pipeline: gpt2", "pipeline: qwen3_moe"), **PP, **HSDP),
-    "pp 2, ulysses 2": _layout(4, ("pipeline: gpt2", "pipeline: LoRA", "dpo, LoRA", "kto"), **PP, **ULYSSES),
+    "pp 2, ulysses 2": _layout(4, ("pipeline: gpt2", "dpo, LoRA", "kto"), **PP, **ULYSSES),
     "pp 2, ulysses 2, ep 2": _layout(4, ("pipeline: qwen3_moe",), **PP, **ULYSSES, **EP),
     "pp 2, ring 2": _layout(4, ("pipeline: llama", "pipeline: qwen3_moe"), **PP, **RING),
     "pp 2, ep 2": _layout(4, ("pipeline: qwen3_moe", "mixtral, Muon"), **PP, **EP),
@@ -365,7 +356,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp 2, tp 2, interleaved": _layout(4, ("pipeline: gpt2",), **{**PP, **TP, **INTERLEAVED, **ONE_PROCESS}),
     "tp 4": _layout(
         4,
-        ("gpt2", "olmo2", "qwen3", "qwen3, LoRA", "qwen3, Muon", "block_fp8, noise", "noise"),
+        ("gpt2", "olmo2", "qwen3, LoRA", "qwen3, Muon", "block_fp8, noise", "noise"),
         **{**ONE_PROCESS, "tensor_parallel_size": 4},
     ),
     "tp 2, fsdp 2": _layout(
@@ -376,20 +367,19 @@ LAYOUTS: dict[str, Layout] = {
             "qwen3, Muon",
             "qwen3, nvfp4",
             "block_fp8, noise",
-            "noise",
             "one key/value head",
             "gpt2",
             "qwen3_moe, adapted experts, recomputed",
         ),
         **TP,
     ),
-    "tp 2, ddp 2": _layout(4, ("qwen3", "gpt2", "qwen3, Muon"), **TP, **DDP),
+    "tp 2, ddp 2": _layout(4, ("gpt2", "qwen3, Muon"), **TP, **DDP),
     "tp 2, ulysses 2": _layout(4, ("llama", "qwen3_moe", "one key/value head", "qwen3_5, Muon"), **TP, **ULYSSES),
     "tp 2, ring 2": _layout(4, ("gpt2", "qwen3_moe", "kto, LoRA"), **TP, **RING),
     "tp 2, fsdp 2, ep 4": _layout(4, ("qwen3_moe",), **TP, expert_parallel_size=4),
     "tp 2, fsdp 2, ep 2": _layout(4, ("qwen3_moe", "mixtral, Muon", "gpt_oss"), **TP, **EP),
     "hsdp 2": _layout(4, SHARED, **HSDP),
-    "ulysses 4": _layout(4, CONTEXT, ulysses_parallel_size=4),
+    "ulysses 4": _layout(4, (*CONTEXT, "qwen3"), ulysses_parallel_size=4),
     "dp 2, ulysses 2": _layout(4, CONTEXT, **ULYSSES),
     "dp 2, ulysses 2, none": _layout(4, CONTEXT, **ULYSSES, cp_fsdp_mode="none"),
     "dp 2, ulysses 2, ddp": _layout(4, CONTEXT, **ULYSSES, **DDP),
@@ -405,7 +395,7 @@ LAYOUTS: dict[str, Layout] = {
     "ep 2 outside, fsdp 2": _layout(4, FEW_EXPERTS, **EP, ep_outside=True),
     "hsdp 2, ep 2": _layout(4, FEW_EXPERTS, **EP, **HSDP),
     "dp 2, ulysses 2, ep 2": _layout(4, FEW_EXPERTS, **EP, **ULYSSES),
-    "dp 2, ring 2, ep 4": _layout(4, FEW_EXPERTS, **RING, expert_parallel_size=4),
+    "dp 2, ring 2, ep 4": _layout(4, FEW_EXPERTS[::2], **RING, expert_parallel_size=4),
 }
 RUNS |= {name: Run(*each) for name, each in IMAGE_RUNS.items()}
 LAYOUTS |= {name: replace(LAYOUTS[name], runs=(*LAYOUTS[name].runs, *runs)) for name, runs in IMAGE_LAYOUTS.items()}
@@ -470,20 +460,22 @@ def steps(
     num_bins: int = NUM_BINS,
     change: Callable[[Engine], None] | None = None,
     *,
-    num_steps: int = NUM_STEPS,
+    num_steps: int | None = None,
 ) -> Result:
     """Steps from the same weights, unless they are changed, and over the same rows for every layout."""
     engine = engine_for(config)
+    if num_steps is None:
+        num_steps = NUM_STEPS_OF_MUON if config.train.optimizer == "muon" else NUM_STEPS
     if change is not None:
         change(engine)
     if config.lora.enable_aqn:
         AdaptiveNoise(engine.model.module, alpha=config.lora.aqn_alpha, seed=0).set_step(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "NUM_STEPS", NUM_STEPS_OF_MUON if config.train.optimizer == "muon" else num_steps)
+        patch.setattr(verify, "NUM_STEPS", num_steps)
         return verify.take_steps(engine, config, verify.read_verified(config), num_bins)
 
 
-def run_in_layout(folder: Path, run: Run, train: Options, *, num_steps: int = NUM_STEPS) -> Result:
+def run_in_layout(folder: Path, run: Run, train: Options, *, num_steps: int | None = None) -> Result:
     """The steps of a run in a layout. One ring exchanges the heads in several parts, as large models do."""
     config = run_config(folder, run.model, {**train, **run.train}, run.lora)
     if train == ONE_PROCESS:

@@ -141,9 +141,13 @@ def test_recomputation_changes_no_bit(recompute: Recompute, experts: bool) -> No
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("recompute", ["layer", "operation"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize(
+    ("model_type", "recompute", "compiled"),
+    [
+        *(("qwen3_moe", recompute, compiled) for recompute in ("layer", "operation") for compiled in (False, True)),
+        *(("glm4_moe", *case) for case in (("layer", False), ("operation", False), ("operation", True))),
+    ],
+)
 def test_a_backward_pass_chooses_no_experts(model_type: str, recompute: Recompute, compiled: bool) -> None:
     # Catches a second choice when layers are recomputed, which differs from the first one where rounding does.
     torch._dynamo.reset()
@@ -176,8 +180,13 @@ def record(decoder: Decoder, ids: Tensor, lengths: list[int]) -> Tensor:
     return routes
 
 
-@pytest.mark.parametrize("recompute", ["none", "layer", "operation"])
-@pytest.mark.parametrize(("model_type", "compiled"), [("qwen3_moe", False), ("qwen3_moe", True), ("glm4_moe", False)])
+@pytest.mark.parametrize(
+    ("model_type", "recompute", "compiled"),
+    [
+        *((family, kind, False) for family in ("qwen3_moe", "glm4_moe") for kind in ("none", "layer", "operation")),
+        *(("qwen3_moe", kind, True) for kind in ("layer", "operation")),
+    ],
+)
 def test_replaying_its_own_routes_changes_no_bit(model_type: str, recompute: Recompute, compiled: bool) -> None:
     # Catches weights of other experts or in another order, and routes that recomputation chooses again.
     torch._dynamo.reset()

@@ -37,7 +37,7 @@ FAMILIES = {
     "apertus": (hf_config("apertus", num_hidden_layers=3), 1),
     "qwen3_5_text": (hf_config("qwen3_5_text"), 2),
 }
-NUM_PACKS = 20
+NUM_PACKS = 8
 
 
 def model_of(hf_config: dict, recompute: Recompute, backend: CompileBackend | None) -> Decoder:
