@@ -76,14 +76,15 @@ CALLS: dict[str, tuple[str, dict[str, float | str | bool | None], dict[str, floa
         0,
     ),
 }
-# The layouts that differ most compute all calls for all kinds, others only a few.
+# The layouts that differ most compute all calls, others only a few.
 ALL, FEW = tuple(CALLS), ("weighted", "drgrpo")
-WITH_ALL = ("dp 2, ulysses 2", "ring 2, ulysses 2", "pp 2")
+WITH_ALL = ("ring 2, ulysses 2", "pp 2")
+KINDS = {"tp 2": ("full",), **dict.fromkeys(("dp 2, ulysses 2", *WITH_ALL), TENANTS)}
 # (layout, kind, calls).
 TABLE = [
     (layout, kind, ALL if layout in WITH_ALL else FEW)
     for layout in LAYOUTS
-    for kind in (TENANTS if layout in WITH_ALL else ("full",) if layout == "tp 2" else ("full", "lora"))
+    for kind in KINDS.get(layout, ("full", "lora"))
 ]
 
 
