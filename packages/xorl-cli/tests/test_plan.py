@@ -15,7 +15,7 @@ from xorl.config import load_config
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.nn import LayerKernels
 from xorl.core.runtime import Runtime
-from xorl.train.model import check_shape
+from xorl.train.model import check_ranks, sketch_model
 from xorl.train.model_source import read_architecture
 from xorl.train.plan.estimate import Estimate, Estimator
 from xorl.train.plan.passes import record_pass, representatives
@@ -158,7 +158,8 @@ def test_every_layout_is_one_that_a_run_accepts_with_the_same_rows(plan: Plan) -
     architecture = read_architecture(own.candidate.config.model)
     for row in plan.rows:
         config = row.candidate.config
-        check_shape(architecture, config.model, config.train, config.lora, "cuda")
+        sketch = sketch_model(architecture, config.model, config.train, config.lora)
+        check_ranks(sketch, config.model, config.train, "cuda")
         assert row.candidate.bins_per_step == own.candidate.bins_per_step == 4 * NUM_GPUS
         assert row.candidate.dims.world_size == NUM_GPUS
     used = {row.candidate.dims.used for row in plan.rows}

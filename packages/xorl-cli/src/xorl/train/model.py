@@ -155,7 +155,8 @@ def check_model(
     Raises the errors that `build_model` would raise later. It allocates nothing on the device and imports no kernels,
     since the data is prepared afterwards by processes that fork.
     """
-    sketch = check_shape(architecture, model, train, lora, device.type)
+    sketch = sketch_model(architecture, model, train, lora)
+    check_ranks(sketch, model, train, device.type)
     if (start := starting_adapter(lora, architecture.spec)) is not None:
         require_weights(start, MODEL_PATH, model.model_path, train.load_weights_mode)
     _require_device(train, device)
@@ -166,14 +167,10 @@ def check_model(
     return sketch
 
 
-def check_shape(
-    architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig, device_type: str
-) -> Decoder:
-    """The part of `check_model` that needs neither weights nor the device: whether ranks can share the model."""
-    sketch = sketch_model(architecture, model, train, lora)
-    check_dispatch(architecture.config, model, train)
+def check_ranks(sketch: Decoder, model: ModelConfig, train: TrainConfig, device_type: str) -> None:
+    """Raise ValueError, naming the option, if ranks cannot share the model of which `sketch` is a sketch."""
+    check_dispatch(sketch.config, model, train)
     check_parallelizable(sketch, parallel_policy(model, train), device_type)
-    return sketch
 
 
 def sketch_model(

@@ -421,7 +421,17 @@ class Sizes:
         return cls(trained, frozen * kept + stored_bytes, fp8, gathered + stored_bytes)
 
     def __add__(self, other: Sizes) -> Sizes:
-        return Sizes(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return Sizes(
+            self.trained + other.trained,
+            self.frozen_bytes + other.frozen_bytes,
+            self.fp8_bytes + other.fp8_bytes,
+            self.gathered_bytes + other.gathered_bytes,
+        )
 
     def __sub__(self, other: Sizes) -> Sizes:
-        return Sizes(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return Sizes(
+            self.trained - other.trained,
+            self.frozen_bytes - other.frozen_bytes,
+            self.fp8_bytes - other.fp8_bytes,
+            self.gathered_bytes - other.gathered_bytes,
+        )

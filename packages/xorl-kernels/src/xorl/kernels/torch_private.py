@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -19,9 +18,9 @@ from torch.utils.flop_counter import flop_registry
 __all__ = [
     "ATTENTION_AND_SCALED_PRODUCTS",
     "SCALED_PRODUCT",
-    "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
+    "UncompiledDispatchMode",
     "add_tensor_",
     "all_gather",
     "all_reduce",
@@ -122,6 +121,14 @@ def all_gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
 # What a dispatch mode sees of an operator and its tensors.
 
 
+class UncompiledDispatchMode(TorchDispatchMode):
+    """A dispatch mode that code under it is not compiled with, so that torch's compiler need not be imported for it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def operator_name(operator: OpOverload) -> str:
     """The name of an operator without its namespace and overload, such as "mm"."""
     return operator._schema.name.partition("::")[2]
@@ -133,12 +140,10 @@ def changes_inputs(operator: OpOverload) -> bool:
 
 
 def counted_flops(operator: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int:
-    """The FLOPs by the formula that is registered for an operator; 0 without one. Tensors may be fake."""
+    """The FLOPs by the formula that is registered for an operator; 0 without one. Tensors may be on the meta device,
+    except for sizes of documents, which formulas read."""
     formula = flop_registry.get(operator._overloadpacket)
-    if formula is None:
-        return 0
-    with unset_fake_temporarily():  # formulas read sizes of documents, which are on the host
-        return int(formula(*args, **kwargs, out_val=result))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -12,8 +12,9 @@ from xorl.config import Config, load_config
 from xorl.config.conflicts import check_world_size
 from xorl.config.problems import ConfigError
 from xorl.core.mesh import ParallelDims
+from xorl.core.models import Decoder
 from xorl.train.architecture import Architecture
-from xorl.train.model import check_options, check_shape
+from xorl.train.model import check_options, check_ranks, sketch_model
 from xorl.train.startup import parallel_dims
 
 Options = Mapping[str, object]
@@ -68,6 +69,7 @@ class Checks:
         self._overrides = overrides
         self._architecture = architecture
         self._num_gpus = num_gpus
+        self._sketch: Decoder | None = None
 
     def candidate(self, options: Options, *, builds: bool = True) -> Candidate:
         """The configuration with these options. Raises ValueError, as a run would, if it is not possible.
@@ -78,10 +80,9 @@ class Checks:
         config = load_config(self._path, given).config
         check_world_size(config, self._num_gpus)
         dims = parallel_dims(config, self._num_gpus)
+        check_options(self._architecture.config, config.model, config.train, config.lora)
         if builds:
-            check_shape(self._architecture, config.model, config.train, config.lora, "cuda")
-        else:
-            check_options(self._architecture.config, config.model, config.train, config.lora)
+            check_ranks(self._sketch_of(config), config.model, config.train, "cuda")
         return Candidate(config, dims, options)
 
     def accepted(self, options: Options, *, builds: bool = True) -> Candidate | None:
@@ -90,6 +91,12 @@ class Checks:
             return self.candidate(options, builds=builds)
         except (ConfigError, ValueError):
             return None
+
+    def _sketch_of(self, config: Config) -> Decoder:
+        """The whole model, which is the same for all candidates."""
+        if self._sketch is None:
+            self._sketch = sketch_model(self._architecture, config.model, config.train, config.lora)
+        return self._sketch
 
 
 def argument(name: str, value: object) -> str:

@@ -1,6 +1,6 @@
 """Records what a pass computes: the operations that the dispatcher sees, and the memory that their results take.
 
-It works on real and on fake tensors, whose passes take no time and no memory. Shapes: a product multiplies [M, K] by
+It works on real tensors and on those of the meta device, whose passes take no time and no memory. Shapes: a product multiplies [M, K] by
 [K, N].
 """
 
@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from xorl.kernels.linear_ce import GRADIENT_BYTES, LOGITS_BYTES, chunk_rows
 from xorl.kernels.torch_private import (
     OpOverload,
-    TorchDispatchMode,
+    UncompiledDispatchMode,
     changes_inputs,
     counted_flops,
     operator_name,
@@ -92,7 +92,7 @@ class Operation:
     launches: int = 1
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(UncompiledDispatchMode):
     """Records operations, and counts the bytes of tensors computed under it: a `Meter` of step_memory.
 
     `phases` has the operations between two calls of `restart`, which `profile_pass` makes at the end of each phase.

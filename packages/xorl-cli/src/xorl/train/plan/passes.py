@@ -1,4 +1,4 @@
-"""Passes of a model on fake tensors: what each layer computes, launches and keeps, without memory and in no time.
+"""Passes of a model on the meta device: what each layer computes, launches and keeps, without memory and in no time.
 
 The layers, their kernels' operators and their recomputation are those of training, so a plan follows them without
 knowing any. A few layers stand for all: the first, the last, and one of each kind.
@@ -25,7 +25,7 @@ from xorl.core.nn.fp8 import Fp8Linear
 from xorl.core.parallel.apply import convert_and_recompute_
 from xorl.kernels.layout import RankGroup, SequenceLayout
 from xorl.kernels.quant.fp8 import E4M3, as_on_a_gpu
-from xorl.kernels.torch_private import FakeTensorMode, storage_key
+from xorl.kernels.torch_private import storage_key
 from xorl.train.architecture import Architecture
 from xorl.train.data import padding_multiple
 from xorl.train.layer_kernels import planned_layer_kernels
@@ -89,7 +89,7 @@ class Passes:
             *(dims.ring, dims.ulysses, dims.tp, dims.ep),
             train.enable_gradient_checkpointing and (train.recompute_policy, tuple(train.recompute_modules or ())),
             train.enable_activation_offload,
-            train.data_parallel_mode,
+            profiled_param_dtype(config),
         )
         if key not in self._made:
             self._made[key] = self._make(config, dims)
@@ -157,7 +157,7 @@ def lengths_of(config: Config, longest: int) -> list[int]:
 def record_pass(
     part: Architecture, config: Config, dims: ParallelDims, lengths: Sequence[int], kernels: LayerKernels | None = None
 ) -> tuple[Recorder, PassProfile]:
-    """A pass of all layers of `part` on a rank of the layout, on fake tensors.
+    """A pass of all layers of `part` on a rank of the layout, on the meta device.
 
     lengths: of the documents of a row. kernels: those of a GPU unless given.
     """
@@ -176,16 +176,16 @@ def record_pass(
         rows = layout.rows.among(layout.rows.num_tokens)
         layout = rows if layout.rows is layout else layout.with_rows(rows)
     recorder = Recorder(lengths, sizes | {"context": dims.ulysses})
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        _make_fake_(module)
-        ids = torch.empty(layout.num_tokens, dtype=torch.int64)
+    layout = layout.to("meta")
+    _add_fp8_weights_(module)
+    ids = torch.empty(layout.num_tokens, dtype=torch.int64, device="meta")
 
-        def run() -> None:
-            output = module(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}))
-            output.sum.backward()
+    def run() -> None:
+        output = module(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}))
+        output.sum.backward()
 
-        with as_on_a_gpu(), _compiled_(module) if train.enable_compile else nullcontext(), recorder:
-            profile = profile_pass(module, run, recorder)
+    with as_on_a_gpu(), _compiled_(module) if train.enable_compile else nullcontext(), recorder:
+        profile = profile_pass(module, run, recorder)
     return recorder, profile
 
 
@@ -207,7 +207,7 @@ def _compiled_(module: nn.Module) -> Iterator[None]:
     dtype = torch.float32
 
     def unpack(kept: Tensor | torch.Size) -> Tensor:
-        return kept if isinstance(kept, Tensor) else torch.empty(kept, dtype=dtype)
+        return kept if isinstance(kept, Tensor) else torch.empty(kept, dtype=dtype, device="meta")
 
     for each in module.modules():
         if isinstance(each, GatedMLP):
@@ -218,17 +218,9 @@ def _compiled_(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _make_fake_(module: nn.Module) -> None:
-    """Give the module fake parameters and buffers of the same shapes on the CPU; call it in a fake mode."""
-    made: dict[int, nn.Parameter] = {}
+def _add_fp8_weights_(module: nn.Module) -> None:
+    """Give layers in fp8 the copies of their weights that a step computes."""
     for each in module.modules():
-        for name, parameter in each.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in made:
-                fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-                made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-            setattr(each, name, made[id(parameter)])
-        for name, buffer in each.named_buffers(recurse=False):
-            setattr(each, name, torch.empty(buffer.shape, dtype=buffer.dtype))
         if isinstance(each, Fp8Linear) and each.recipe == "tensorwise":
-            each.weight_fp8 = torch.empty(each.weight.shape, dtype=E4M3)
-            each.weight_descale = torch.empty(())
+            each.weight_fp8 = torch.empty(each.weight.shape, dtype=E4M3, device="meta")
+            each.weight_descale = torch.empty((), device="meta")

@@ -50,7 +50,7 @@ class _Planned:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Context manager in which fake tensors on a CPU are multiplied by the operator that a GPU would call."""
+    """Context manager in which tensors of the meta device are multiplied by the operator that a GPU would call."""
     before, _Planned.now = _Planned.now, True
     try:
         yield
