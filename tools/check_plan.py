@@ -23,6 +23,7 @@ LAYERS = {"train.enable_gradient_checkpointing": "true"}
 OPERATIONS = {**LAYERS, "train.recompute_policy": "operation"}
 LORA = {"lora.enable_lora": "true"}
 QLORA = {"lora.enable_qlora": "true"}
+HALF = {"model.foundation": "{num_hidden_layers: 24}"}
 EAGER = {"train.enable_compile": "false"}
 BF16_STATES = {"train.optimizer": "anyprecision_adamw", "train.optimizer_dtype": "bf16"}
 ALL_LINEAR = {"lora.lora_target_modules": "[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"}
@@ -131,7 +132,7 @@ MEASURED = (
     Measured("8B, ulysses 2, 32,768 tokens", "qwen3-8b", "h100", 32768, 11400, 35.1, {**LAYERS, **_axes(ulysses=2)}, 2),
     Measured("8B, ring 2, 131,072 tokens", "qwen3-8b", "h100", 131072, 5184, 56.0, {**LAYERS, **_axes(ringattn=2)}, 2),
     Measured("30B-A3B, fsdp, layers", "qwen3-30b-a3b", "h100", 4096, 45634, 63.8, LAYERS, 4, 4),
-    Measured("30B-A3B, fsdp, 1 row", "qwen3-30b-a3b", "h200", 4096, 17521, 62.0, LAYERS, 4),
+    Measured("30B-A3B, fsdp, 1 row", "qwen3-30b-a3b", "h200", 4096, 19634, 62.0, LAYERS, 4),
     Measured(
         "30B-A3B, ep 4",
         "qwen3-30b-a3b",
@@ -148,10 +149,21 @@ MEASURED = (
         "qwen3-30b-a3b",
         "h200",
         4096,
-        16661,
-        58.6,
+        23901,
+        58.1,
         {**LAYERS, **_axes(expert=4), "model.ep_dispatch": "allgather"},
         4,
+    ),
+    Measured("30B-A3B, 24 layers, fsdp, 1 row", "qwen3-30b-a3b", "h200", 4096, 21347, 62.4, {**LAYERS, **HALF}, 2),
+    Measured(
+        "30B-A3B, 24 layers, ep 2, 1 row",
+        "qwen3-30b-a3b",
+        "h200",
+        4096,
+        27328,
+        59.3,
+        {**LAYERS, **HALF, **_axes(expert=2), "model.ep_dispatch": "allgather"},
+        2,
     ),
 )
 

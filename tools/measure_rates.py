@@ -140,11 +140,14 @@ def _warm_up(run: Callable[[], object], seconds: float, device: torch.device) ->
 
 
 def _passes_ms(
-    run: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor, device: torch.device
+    run: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor, flops: float, device: torch.device
 ) -> tuple[float, float]:
-    """Milliseconds of a forward pass, and of its backward pass."""
-    ms = median_ms(run, device, 5)
-    both = median_ms(lambda: torch.autograd.grad(run(), inputs, grad), device, 5)
+    """Milliseconds of a forward pass of so many FLOPs, and of its backward pass.
+
+    Many in a row, as one CUDA graph: of few, the host's launches and a clock that has not fallen yet are measured.
+    """
+    ms = sustained_ms(run, flops, device)
+    both = sustained_ms(lambda: torch.autograd.grad(run(), inputs, grad), 3 * flops, device)
     return ms, max(both - ms, 0.05 * both)
 
 
@@ -166,7 +169,7 @@ def attention_of(sizes: Sizes, device: torch.device) -> Table:
             layout = SequenceLayout.from_lengths([length] * (sizes.tokens // length), device)
             flops = 4 * heads * channels * visible_pairs(layout.offsets, None)
             run = partial(attention, q, k, v, layout, AttentionSpec(channels**-0.5))
-            ms, backward_ms = _passes_ms(run, (q, k, v), grad, device)
+            ms, backward_ms = _passes_ms(run, (q, k, v), grad, flops, device)
             forward.append(rounded(1e-9 * flops / ms))
             backward.append(rounded(2e-9 * flops / backward_ms))
         table[str(channels)] = {"lengths": list(sizes.lengths), "forward": forward, "backward": backward}
@@ -193,7 +196,7 @@ def experts_of(sizes: Sizes, device: torch.device) -> Table:
         )
         flops = 6 * num_tokens * active * width * expert_width
         run = partial(experts, x, gate_up, down, weights, ids)
-        ms, backward_ms = _passes_ms(run, (x, gate_up, down, weights), torch.randn_like(x), device)
+        ms, backward_ms = _passes_ms(run, (x, gate_up, down, weights), torch.randn_like(x), flops, device)
         forward.append(rounded(1e-9 * flops / ms))
         backward.append(rounded(2e-9 * flops / backward_ms))
     return {"rows": list(sizes.rows), "forward": forward, "backward": backward}

@@ -47,6 +47,17 @@ def test_configuration_and_command_line_start_without_torch(module: str) -> None
 
 
 @pytest.mark.parametrize(
+    "modules", ["xorl.train.plan.plan", "xorl.train.report.page, xorl.train.report.read", "xorl.server.sampler.saved"]
+)
+def test_commands_that_train_nothing_start_with_little_beside_torch(modules: str) -> None:
+    # Would catch an import that makes `xorl plan`, `report` and `chat` take seconds more.
+    heavy = "{'transformers', 'datasets', 'wandb', 'torch._dynamo', 'torch._inductor'}"
+    code = f"import sys, {modules}; print(sorted({heavy} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=False)
+    assert (result.stdout.strip(), result.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize(
     "module", ["xorl.server.launcher", "xorl.server.orchestrator.__main__", "xorl.server.api.__main__"]
 )
 def test_the_services_other_processes_start_without_torch(module: str) -> None:

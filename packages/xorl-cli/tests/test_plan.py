@@ -1,4 +1,4 @@
-"""`xorl plan`: memory and speed of layouts from passes of fake tensors, and layouts that the checks of a run accept."""
+"""`xorl plan`: memory and speed of layouts from passes on the meta device, and layouts that a run accepts."""
 
 import json
 from pathlib import Path
@@ -22,6 +22,7 @@ from xorl.train.plan.passes import record_pass, representatives
 from xorl.train.plan.plan import Plan, make_plan
 from xorl.train.plan.rates import rates_of
 from xorl.train.recompute_choice import MicroBatch, measure_slice
+from xorl.train.startup import parallel_dims
 from xorl.train.step_memory import pass_peak
 
 SHAPE = hf_config(num_hidden_layers=4, hidden_size=256, intermediate_size=512, vocab_size=4096)
@@ -49,7 +50,7 @@ def computing_s(estimate: Estimate) -> float:
 
 @pytest.mark.parametrize("setting", list(RECOMPUTED))
 def test_memory_is_what_the_measurement_of_auto_finds(setting: str, place: Runtime, tmp_path: Path) -> None:
-    # Catches a pass of fake tensors that keeps something else than the pass that `recompute_policy: auto` measures.
+    # Catches a pass on the meta device that keeps something else than the pass that `recompute_policy: auto` measures.
     write_config(tmp_path, SHAPE)
     lengths = {"sample_packing_sequence_len": 64, "pad_to_multiple_of": 16}
     config = local_config(tmp_path, lengths, {}, enable_mixed_precision=False, **RECOMPUTED[setting])
@@ -62,6 +63,27 @@ def test_memory_is_what_the_measurement_of_auto_finds(setting: str, place: Runti
     assert [phase.gradients for phase in planned.backward] == [phase.gradients for phase in measured.backward]
     expected = pass_peak([measured] * 4, 1.0)
     assert pass_peak([planned] * 4, 1.0) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(("num_tokens", "launches"), [(64, (4, 4)), (8256, (8, 20))])
+def test_experts_of_several_ranks_are_one_operator_and_a_graph_of_few_tokens(
+    tmp_path: Path, num_tokens: int, launches: tuple[int, int]
+) -> None:
+    # Catches a plan that launches kernels of a graph one by one, or that leaves out what ranks send each other.
+    shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    write_config(tmp_path, hf_config("qwen3_moe", **shape))
+    axes = {"expert_parallel_size": 2, "data_parallel_mode": "fsdp2", "enable_compile": True}
+    data = {"sample_packing_sequence_len": num_tokens}
+    config = local_config(tmp_path, data, {}, **axes, enable_gradient_checkpointing=True)
+    architecture = read_architecture(config.model)
+    recorder, _ = record_pass(architecture, config, parallel_dims(config, 2), [num_tokens])
+    found = {each.name: each for phase in recorder.phases for each in phase if each.kind == "experts"}
+    assert tuple(each.launches for each in found.values()) == launches
+    assert list(found) == ["gathered_experts", "gathered_experts_backward"]
+    forward, backward = found.values()
+    assert forward.ranks == backward.ranks == 2
+    assert backward.ring_bytes == 2 * forward.ring_bytes > 0
+    assert backward.flops == pytest.approx((2 + 2 / 3) * forward.flops)
 
 
 def test_the_first_the_last_and_each_kind_of_layer_stand_for_all(tmp_path: Path) -> None:

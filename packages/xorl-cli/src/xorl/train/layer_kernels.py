@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -69,12 +69,14 @@ def choose_layer_kernels(
 
 
 def planned_layer_kernels(model: ModelConfig, train: TrainConfig, *, tp: int, ep: int) -> LayerKernels:
-    """The kernels whose operators a model's layers would call on a GPU, for passes of fake tensors without one.
+    """The kernels whose operators a model's layers would call on a GPU, for passes on the meta device.
 
     tp, ep: the numbers of ranks that share each matrix and the experts.
     """
-    shared = shared_kernels(tp=tp, ep=ep)
-    kernels = replace(_choose(model, train, "cuda", planned_attention()), image_attention=planned_attention())
+    shared, attention = shared_kernels(tp=tp, ep=ep), planned_attention()
+    # As all that a GPU has for experts, so that these are one operator together with their exchange.
+    experts = partial(grouped.experts, products="native")
+    kernels = replace(_choose(model, train, "cuda", attention), image_attention=attention, experts=experts)
     return replace(kernels, dispatcher=shared.dispatcher, tensor=shared.tensor)
 
 
@@ -86,10 +88,10 @@ def shared_kernels(*, tp: int, ep: int) -> LayerKernels:
 
 @cache
 def planned_attention() -> PackedAttention:
-    """Attention for fake tensors, which computes nothing. Its operators have the same shapes as those of any kernel."""
+    """Attention on the meta device, which computes nothing. Its operators have the shapes of those of any kernel."""
 
     def nothing(*_: object, **__: object) -> NoReturn:
-        raise AssertionError("a planned pass has fake tensors")
+        raise AssertionError("a planned pass computes nothing")
 
     return PackedAttention("planned", nothing, nothing, caps_scores=True, takes_any_values=True)
 

@@ -181,7 +181,9 @@ class Estimator:
         launch_us = host.compiled_us if train.enable_compile else host.operation_us
         launching = (work.launches * launch_us + num_units * host.unit_us) * 1e-6
         if num_units:
-            launching += LISTING_S * self._held_sizes(config, dims, stage).in_layers.trained
+            units = self._held_sizes(config, dims, stage).units
+            listed = sum(unit.rest.trained + unit.experts.trained * (dims.num_expert_shards > 1) for unit in units)
+            launching += LISTING_S * listed
         seconds = {
             **work.computing,
             "exchanges": work.exchanging + sending,

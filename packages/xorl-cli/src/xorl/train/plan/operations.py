@@ -1,7 +1,7 @@
 """Records what a pass computes: the operations that the dispatcher sees, and the memory that their results take.
 
-It works on real tensors and on those of the meta device, whose passes take no time and no memory. Shapes: a product multiplies [M, K] by
-[K, N].
+It works on real tensors and on those of the meta device, whose passes take no time and no memory. Shapes: a product
+multiplies [M, K] by [K, N].
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from xorl.core.nn.all_gather import passes_of
+from xorl.core.nn.gathered_experts import MOST_TOKENS_OF_GRAPH
 from xorl.kernels.linear_ce import GRADIENT_BYTES, LOGITS_BYTES, chunk_rows
 from xorl.kernels.torch_private import (
     OpOverload,
@@ -36,6 +38,10 @@ LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "slice_back
 FREE = frozenset({"wait_tensor", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach"})
 HEAD = "linear_cross_entropy"
 EXPERTS = ("experts", "experts_backward", "adapted_experts", "adapted_experts_backward")
+# Experts together with the exchange of their tokens.
+GATHERED_EXPERTS = ("gathered_experts", "gathered_experts_backward")
+# With a CUDA graph: of copies of its inputs and outputs, and of the graph.
+GRAPH_LAUNCHES = 4
 QUANTIZED_PRODUCTS = ("quantized_linear", "quantized_linear_grad")
 RECURRENCES = ("gated_delta", "state_space")
 EXCHANGES: Mapping[str, Collective] = MappingProxyType(
@@ -166,6 +172,8 @@ class Recorder(UncompiledDispatchMode):
             return self._attention(func, name, args, kwargs, num_bytes, result)
         if name in EXPERTS:
             return _experts(name, args, num_bytes, self._ranks.get("ep", 1))
+        if name in GATHERED_EXPERTS:
+            return _gathered_experts(name, args, num_bytes)
         if name.startswith(RECURRENCES):
             return Operation("recurrences", name, num_bytes, flops=float(counted_flops(func, args, kwargs, result)))
         if products := _products(name, args, made):
@@ -265,7 +273,30 @@ def _experts(name: str, args: Sequence[Any], num_bytes: float, ranks: int = 1) -
         forward * factor,
         is_backward=is_backward,
         scale=num_rows / max(num_experts, 1),
-        launches=10 if is_backward else 6,
+        # Of adapters on three matrices: two products each, and backward four.
+        launches=10 + 12 * is_adapted if is_backward else 6 + 6 * is_adapted,
+    )
+
+
+def _gathered_experts(name: str, args: Sequence[Any], num_bytes: float) -> Operation:
+    """The products of a rank's experts, which the backward pass begins again, and what ranks send each other."""
+    is_backward = name.endswith("_backward")
+    x, _, ids, gate_up = args[is_backward : 4 + is_backward]
+    num_ranks, trains = args[8 + is_backward], is_backward and args[-1]
+    forward = 2 * ids.numel() * x.shape[1] * gate_up.shape[1] * 1.5
+    # Tokens and sums; backward, gradients of both.
+    num_exchanges = 4 if is_backward else 2
+    launches = (10 + 6 if is_backward else 6) + num_exchanges
+    return Operation(
+        "experts",
+        name,
+        num_bytes,
+        forward * (1 + trains + 2 / 3 if is_backward else 1),
+        is_backward=is_backward,
+        scale=ids.numel() / gate_up.shape[0],
+        ranks=num_ranks,
+        ring_bytes=float(num_exchanges * num_ranks * _num_bytes(x)),
+        launches=launches if len(x) > MOST_TOKENS_OF_GRAPH else GRAPH_LAUNCHES,
     )
 
 
@@ -299,6 +330,16 @@ def _inner_bytes(name: str, args: Sequence[Any]) -> int:
         if is_backward:
             rows += x.shape[1] + columns
         return num_rows * rows * x.dtype.itemsize
+    if name in GATHERED_EXPERTS:
+        is_backward = name.endswith("_backward")
+        x, _, ids, gate_up = args[is_backward : 4 + is_backward]
+        num_ranks = args[8 + is_backward]
+        if len(x) <= MOST_TOKENS_OF_GRAPH:
+            return 0  # in memory that the graphs hold
+        rows, columns = 2 * x.shape[1] + gate_up.shape[1] // 2, gate_up.shape[1]
+        rows += (x.shape[1] + columns) * is_backward
+        num_rows = -(-ids.numel() * num_ranks // passes_of(num_ranks))
+        return (num_rows * rows + (2 + is_backward) * num_ranks * x.numel()) * x.dtype.itemsize
     return 0
 
 

@@ -31,7 +31,7 @@ from xorl.train.data import padding_multiple
 from xorl.train.layer_kernels import planned_layer_kernels
 from xorl.train.model import parallel_policy, sketch_model
 from xorl.train.plan.operations import Operation, Recorder
-from xorl.train.recompute_choice import lora_of_few_layers
+from xorl.train.recompute_choice import held_by_graphs, lora_of_few_layers
 from xorl.train.rows import part_among
 from xorl.train.step_memory import PassProfile, Phase, profile_pass, profiled_param_dtype
 
@@ -186,7 +186,7 @@ def record_pass(
 
     with as_on_a_gpu(), _compiled_(module) if train.enable_compile else nullcontext(), recorder:
         profile = profile_pass(module, run, recorder)
-    return recorder, profile
+    return recorder, profile.holding(held_by_graphs(module, layout.rows.num_tokens))
 
 
 @contextmanager
