@@ -16,7 +16,7 @@ from xorl.core.nn import LayerKernels
 from xorl.core.parallel.compile import compile_layers
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
-from xorl.kernels.recurrent import PLAIN_RECURRENCE, RecurrenceFns, RecurrenceRequest, batched, resolve_recurrence
+from xorl.kernels.recurrent import PLAIN_RECURRENCE, RecurrenceFns, RecurrenceRequest, resolve_recurrence
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -136,12 +136,12 @@ def test_norms_are_those_of_plain_torch(num_channels: int) -> None:
 SPACES = [(4, 2, 64, 128), (8, 1, 32, 16), (16, 8, 64, 256)]
 
 
+@pytest.mark.parametrize("name", ["batched", "triton"])
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_state_spaces_are_those_of_plain_torch(space: tuple[int, int, int, int]) -> None:
+def test_state_spaces_are_those_of_plain_torch(space: tuple[int, int, int, int], name: str) -> None:
     # Catches products whose bits depend on the rest of the row, and gradients that end with a batch of chunks.
     num_heads, num_groups, head_dim, state_dim = space
-    functions = resolve_recurrence("auto", RecurrenceRequest("cuda", BF16, states=(head_dim, state_dim)))
-    assert functions.state_space is batched.state_space
+    functions = resolve_recurrence(name, RecurrenceRequest("cuda", BF16, states=(head_dim, state_dim)))
     lengths = [*LENGTHS, 2500]
     layout = SequenceLayout.from_lengths(lengths, device="cuda")
     num_tokens = layout.num_tokens
@@ -161,10 +161,11 @@ def test_state_spaces_are_those_of_plain_torch(space: tuple[int, int, int, int])
             assert torch.equal(alone[index], found[index][start:stop])
 
 
-def test_a_model_with_state_spaces_trains_in_bf16_as_in_fp32() -> None:
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_a_model_with_state_spaces_trains_in_bf16_as_in_fp32(name: str) -> None:
     # Catches a compiled layer that computes something else.
     config = hf_config("nemotron_h", hidden_size=128, initializer_range=0.05, mamba_head_dim=16, ssm_state_size=32)
-    functions = resolve_recurrence("auto", RecurrenceRequest("cuda", BF16, states=(16, 32)))
+    functions = resolve_recurrence(name, RecurrenceRequest("cuda", BF16, states=(16, 32)))
     losses, gradients = [], []
     for each, dtype in ((PLAIN_RECURRENCE, torch.float32), (functions, BF16)):
         decoder = tiny_decoder(config, kernels=replace(LayerKernels(), recurrence=each)).to("cuda")

@@ -23,10 +23,11 @@ from xorl.kernels.experts.gates import GELU_TANH, SILU, Gate
 from xorl.kernels.experts.products import Rows
 from xorl.kernels.fused import cross_entropy, heads, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
+from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.optim import Noise, triton_lists, triton_symmetric, triton_updates
 from xorl.kernels.quant import WeightNoise, blocks_triton, fp8_triton
 from xorl.kernels.quant.fp8 import E4M3, E5M2
-from xorl.kernels.recurrent import delta_triton
+from xorl.kernels.recurrent import delta_triton, space_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FLOATS = (BF16, FP16, FP32)
@@ -236,7 +237,7 @@ def experts(num_tokens: int = 64) -> None:
 
 
 def recurrences(num_tokens: int = 512) -> None:
-    """The gradients of chunks of the gated delta rule, of usual and unusual heads."""
+    """The gradients of chunks of the gated delta rule, and state spaces, of usual and unusual heads."""
     starts, chunks = empty(3, dtype=torch.int32), empty(num_tokens // 64, 2, dtype=torch.int32)
     for dtype, (key_heads, heads_of_values, key_dim, value_dim) in product(
         (FP32, BF16), ((1, 2, 80, 48), (16, 32, 256, 256), (16, 32, 128, 128))
@@ -246,6 +247,14 @@ def recurrences(num_tokens: int = 512) -> None:
         g = empty(num_tokens, heads_of_values, dtype=FP32)
         states = empty(len(chunks), heads_of_values, key_dim, value_dim, dtype=dtype)
         delta_triton.chunk_gradients(keys, keys, values, values, values, g, states, states, starts, chunks, 1.0)
+    for dtype, (num_heads, num_groups, head_dim, state_dim) in product(
+        (FP32, BF16), ((4, 2, 80, 72), (48, 1, 64, 256), (128, 8, 64, 128))
+    ):
+        x, b = (empty(num_tokens, *sizes, dtype=dtype) for sizes in ((num_heads, head_dim), (num_groups, state_dim)))
+        dt, a = empty(num_tokens, num_heads, dtype=FP32), empty(num_heads, dtype=FP32)
+        layout = SequenceLayout.from_lengths([num_tokens])
+        leaves = [each.requires_grad_() for each in (x, dt, a, b, b, a)]
+        space_triton.state_space(*leaves, layout).backward(x)
 
 
 CALLS = (
@@ -414,6 +423,10 @@ HOT = {
     "optim.triton_lists._square_sum": (64, 8),
     "fused.widened_sum._widened_sum": (48, 0),
     "recurrent.delta_triton._kernel": (8, 0),
+    "recurrent.space_triton._pass_states": (16, 0),
+    "recurrent.space_triton._read": (8, 0),
+    "recurrent.space_triton._differentiate_x": (8, 0),
+    "recurrent.space_triton._differentiate_b_c": (8, 0),
     "experts.rows_triton._gated": (48, 0),
     "experts.rows_triton._sum_parts": (40, 0),
     "experts.products_triton._product": (8, 0),

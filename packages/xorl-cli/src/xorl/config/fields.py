@@ -13,7 +13,7 @@ AttentionBackend = Literal[
     "auto", "eager", "sdpa", "native", "flash_attention_2", "flash_attention_3", "flash_attention_4"
 ]
 ExpertBackend = Literal["eager", "triton", "native", "quack"]
-RecurrenceBackend = Literal["auto", "plain", "batched", "fla"]
+RecurrenceBackend = Literal["auto", "plain", "batched", "triton", "fla"]
 ExpertDispatch = Literal["auto", "alltoall", "allgather", "deepep"]
 EncoderKind = Literal["image", "video", "audio"]
 DataParallelMode = Literal["none", "ddp", "fsdp2"]
@@ -86,9 +86,9 @@ class ModelFields(Section):
         description="Kernels of layers with a recurrence: gated delta nets, state spaces and short convolutions. auto "
         "picks fla if it can run here, else batched on GPUs and plain on CPUs, and logs the choice. A backend named "
         "explicitly is used, or the run stops with an error. plain is torch, which is correct everywhere and slow on "
-        "GPUs; batched is also torch, but computes convolutions and state spaces of all documents at once; fla uses "
-        "the library fla-core for all but state spaces, in bf16 on Hopper GPUs. batched and fla are compared with "
-        "plain at the start of each run.",
+        "GPUs; batched is also torch, but computes convolutions and state spaces of all documents at once; triton is "
+        "batched with Triton kernels for state spaces; fla uses the library fla-core for all but state spaces, in "
+        "bf16 on Hopper GPUs. All but plain are compared with it at the start of each run.",
     )
     moe_implementation: ExpertBackend | None = Field(
         default=None,

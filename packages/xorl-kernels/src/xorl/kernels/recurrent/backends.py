@@ -127,6 +127,16 @@ def _load_batched() -> RecurrenceFns:
     return import_module("xorl.kernels.recurrent.batched").FUNCTIONS
 
 
+def _load_triton() -> RecurrenceFns:
+    return import_module("xorl.kernels.recurrent.space_triton").FUNCTIONS
+
+
+def _triton_refusal(request: RecurrenceRequest) -> str | None:
+    if request.heads is not None:
+        return "it has no gated delta rule"
+    return triton_refusal(request.device_type) or missing_device(request.device_type)
+
+
 def _batched_refusal(request: RecurrenceRequest) -> str | None:
     if request.device_type == "cpu":
         return "it is for devices on which many small operations take long, which a CPU is not"
@@ -140,4 +150,5 @@ RECURRENCES.register(
     Backend("plain", load=lambda: PLAIN_RECURRENCE, refusal=lambda request: missing_device(request.device_type))
 )
 RECURRENCES.register(Backend("batched", load=_load_batched, refusal=_batched_refusal))
+RECURRENCES.register(Backend("triton", load=_load_triton, refusal=_triton_refusal))
 RECURRENCES.register(Backend("fla", load=_load_fla, refusal=_fla_refusal, missing=_fla_missing))
