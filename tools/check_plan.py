@@ -29,7 +29,7 @@ BF16_STATES = {"train.optimizer": "anyprecision_adamw", "train.optimizer_dtype":
 ALL_LINEAR = {"lora.lora_target_modules": "[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Measured:
     """A run of the records: tokens/s of all GPUs, and the peak of memory allocated on one, in GiB.
 
@@ -192,8 +192,29 @@ def predicted(run: Measured, folder: Path) -> tuple[Estimate, float]:
     return estimate, tokens / estimate.step_s
 
 
+def _configuration(run: Measured) -> str:
+    """What layouts and recomputation do not change."""
+    fp32 = ", fp32" if run.options.get("train.param_dtype") == "fp32" else ""
+    layers = ", 24 layers" if "model.foundation" in run.options else ""
+    lora = ", adapters" if (LORA.keys() | QLORA.keys()) & run.options.keys() else ""
+    return f"{run.shape}{layers}{fp32}{lora}, {run.micro_batch_size} x {run.seq:,}, {run.num_gpus} x {run.card}"
+
+
+def print_best(rates: Mapping[Measured, float]) -> None:
+    """Print, for configurations measured in several layouts, what the best one by prediction loses to the best one."""
+    print("\n| configuration | layouts | best by prediction | best measured | its share |\n|---|---|---|---|---|")
+    runs_of: dict[str, list[Measured]] = {}
+    for run in rates:
+        runs_of.setdefault(_configuration(run), []).append(run)
+    for name, runs in runs_of.items():
+        if len(runs) > 1:
+            chosen, best = max(runs, key=lambda run: rates[run]), max(runs, key=lambda run: run.tokens_per_s)
+            share = chosen.tokens_per_s / best.tokens_per_s
+            print(f"| {name} | {len(runs)} | {chosen.name} | {best.name} | {share:.3f} |")
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="runs whose name and card contain this")
     parser.add_argument("--seconds", action="store_true", help="also what takes the time of a step")
@@ -202,11 +223,13 @@ def main() -> None:
         "| run | GPUs | tokens/s | predicted | ratio | peak GiB | predicted | ratio |\n"
         "|---|---|---|---|---|---|---|---|"
     )
+    rates: dict[Measured, float] = {}
     for run in MEASURED:
         if options.only not in f"{run.name}, {run.num_gpus} x {run.card}":
             continue
         with tempfile.TemporaryDirectory(prefix="xorl_plan_") as folder:
             estimate, rate = predicted(run, Path(folder))
+        rates[run] = rate
         peak = estimate.peak / GIB
         measured = ("", "") if run.peak_gib is None else (f"{run.peak_gib:.1f}", f"{peak / run.peak_gib:.3f}")
         print(
@@ -216,6 +239,7 @@ def main() -> None:
         )
         if options.seconds:
             print({name: round(1000 * value, 1) for name, value in estimate.seconds.items()})
+    print_best(rates)
 
 
 if __name__ == "__main__":

@@ -106,11 +106,15 @@ class Recorder(UncompiledDispatchMode):
     Args:
         lengths: the tokens of the documents of a row.
         ranks: the numbers of ranks of process groups, by the names by which operators know these.
+
+    Attributes:
+        repeats_compiled: compiled layers are computed again. They leave out experts whose backward pass begins again.
     """
 
     def __init__(self, lengths: Sequence[int], ranks: Mapping[str, int] = MappingProxyType({})) -> None:
         super().__init__()
         self._ranks = ranks
+        self.repeats_compiled = False
         self.phases: list[list[Operation]] = [[]]
         self._length = sum(each * each for each in lengths) / max(sum(lengths), 1)
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -133,7 +137,7 @@ class Recorder(UncompiledDispatchMode):
         name = operator_name(func)
         if made or changes_inputs(func):
             self._peak = max(self._peak, self.held() + _inner_bytes(name, args))
-            if name not in FREE:
+            if name not in FREE and not (self.repeats_compiled and name == GATHERED_EXPERTS[0]):
                 self.phases[-1].append(self._operation(func, name, args, kwargs, given, made, result))
         return result
 

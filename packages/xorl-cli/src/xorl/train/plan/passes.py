@@ -182,6 +182,7 @@ def record_pass(
 
     def run() -> None:
         output = module(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}))
+        recorder.repeats_compiled = train.enable_compile
         output.sum.backward()
 
     with as_on_a_gpu(), _compiled_(module) if train.enable_compile else nullcontext(), recorder:
