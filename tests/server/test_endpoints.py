@@ -19,7 +19,6 @@ from xorl.server.operations import (
     Endpoint,
     EndpointSynced,
     JsonAnswer,
-    JsonSchema,
     Sample,
     SyncResult,
     ToolCalls,
@@ -227,14 +226,14 @@ async def test_a_server_that_was_started_anew_is_not_taken_for_the_one_before(re
 
 
 CITY = '{"type":"object","properties":{"city":{"type":"string"}}}'
-TAGS = (CallTag('<call>{"name": "weather", "arguments": ', JsonSchema(CITY), "}</call>"),)
+TAGS = (CallTag('<call>{"name": "weather", "arguments": ', CITY, "}</call>"),)
 
 
 def test_forms_biases_and_penalties_are_forwarded() -> None:
     # Catches an answer of a server that is any text, where the workers would have kept it to a form.
     edits = {"logit_bias": ((5, 1.5),), "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.1}
     sent = {**edits, "logit_bias": {"5": 1.5}}
-    asked = sample(num_samples=1, form=JsonAnswer(JsonSchema(CITY)), **edits)
+    asked = sample(num_samples=1, form=JsonAnswer(CITY), **edits)
     (params,) = sglang_request(asked, [3, 4], 3, None)["sampling_params"]
     assert params.items() >= sent.items()
     assert params["json_schema"] == CITY
@@ -252,7 +251,7 @@ def test_forms_biases_and_penalties_are_forwarded() -> None:
         (ToolCalls(TAGS, opening="[", closing="]"), "sequence"),
         (ToolCalls(TAGS, trigger="<call>", most=1), "triggered_tags"),
         (ToolCalls(TAGS, opening="<calls>", closing="</calls>", trigger="<calls>"), "triggered_tags"),
-        (ToolCalls(TAGS, instead=JsonSchema(CITY)), "or"),
+        (ToolCalls(TAGS, instead=CITY), "or"),
     ],
 )
 def test_tool_calls_are_forwarded_as_a_structural_tag(form: ToolCalls, kind: str) -> None:

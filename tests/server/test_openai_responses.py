@@ -108,7 +108,7 @@ def test_choices_and_formats_become_forms(service) -> None:
     form = {"type": "json_schema", "name": "answer", "schema": CITY, "strict": True}
     _, operation, _ = service(text={"format": form})
     assert isinstance(operation.form, JsonAnswer)
-    assert json.loads(operation.form.schema.text) == CITY
+    assert json.loads(operation.form.schema) == CITY
     _, operation, _ = service(text={"format": {"type": "text"}}, tools=[strict], tool_choice="none")
     assert operation.form is None
 

@@ -283,7 +283,7 @@ def test_a_choice_of_tools_becomes_a_form_of_the_answer(service, body, names, tr
     form = sample.form
     assert isinstance(form, ToolCalls)
     assert [call.begin for call in form.calls] == [f'<tool_call>\n{{"name": "{one}", "arguments": ' for one in names]
-    assert {json.loads(call.schema.text)["type"] for call in form.calls} == {"object"}
+    assert {json.loads(call.schema)["type"] for call in form.calls} == {"object"}
     assert {call.end for call in form.calls} == {"}\n</tool_call>"}
     assert (form.trigger, form.most, form.separator) == (trigger, most, "\n")
     assert (form.instead is None) == ("response_format" not in body)
@@ -295,9 +295,9 @@ def test_formats_and_strict_functions_become_a_form_of_the_answer(service) -> No
     assert sample.form.trigger == "<tool_call>"
     _, (sample,) = service(response_format=ANSWER)
     assert isinstance(sample.form, JsonAnswer)
-    assert json.loads(sample.form.schema.text) == CITY
+    assert json.loads(sample.form.schema) == CITY
     _, (sample,) = service(response_format={"type": "json_object"})
-    assert json.loads(sample.form.schema.text) == {"type": "object"}
+    assert json.loads(sample.form.schema) == {"type": "object"}
     for nothing in ({}, {"tools": [WEATHER]}, {"tools": [strict], "tool_choice": "none"}):
         _, (sample,) = service(response_format={"type": "text"}, **nothing)
         assert sample.form is None

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sampling import HF_CONFIG, make_sampler, place
 from xorl.core.parallel import ParallelModel
-from xorl.server.operations import CallTag, JsonAnswer, JsonSchema, ToolCalls
+from xorl.server.operations import CallTag, JsonAnswer, ToolCalls
 from xorl.server.sampler import EditRules, GenerationRequest, GenerationResult
 
 pytest.importorskip("llguidance")
@@ -28,7 +28,7 @@ CITY = json.dumps(
 )
 FLAG = '{"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}'
 CALLS = tuple(
-    CallTag(f'<call>\n{{"name": "{name}", "arguments": ', JsonSchema(schema), "}\n</call>")
+    CallTag(f'<call>\n{{"name": "{name}", "arguments": ', schema, "}\n</call>")
     for name, schema in (("weather", CITY), ("flag", FLAG))
 )
 
@@ -83,7 +83,7 @@ def texts(result: GenerationResult) -> list[str]:
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0, "num": 1}, {"top_k": 2}, {"top_p": 0.3}])
 def test_answers_are_json_of_the_schema(model: ParallelModel, grammars: Grammars, options: dict[str, object]) -> None:
     # Catches masks that are a word or a row off, an end within the JSON, and cuts that leave only forbidden tokens.
-    found = texts(run(model, grammars, JsonAnswer(JsonSchema(CITY)), **options))
+    found = texts(run(model, grammars, JsonAnswer(CITY), **options))
     for text in found:
         answer = json.loads(text)
         assert list(answer) == ["city", "size", "counts"]
@@ -110,7 +110,7 @@ def test_required_calls_are_calls_of_the_functions(model: ParallelModel, grammar
 
 def test_calls_in_a_list_and_an_answer_instead_of_calls(model: ParallelModel, grammars: Grammars) -> None:
     tags = tuple(CallTag(call.begin.removeprefix("<call>\n"), call.schema, "}") for call in CALLS)
-    form = ToolCalls(tags, opening="[CALLS] [", separator=", ", closing="]", most=3, instead=JsonSchema(FLAG))
+    form = ToolCalls(tags, opening="[CALLS] [", separator=", ", closing="]", most=3, instead=FLAG)
     found = texts(run(model, grammars, form, num=16, bias={TOKENIZER.encode("{").ids[0]: 1.5}))
     lists = [json.loads(text.removeprefix("[CALLS] ")) for text in found if text.startswith("[CALLS] ")]
     others = [json.loads(text) for text in found if not text.startswith("[CALLS] ")]
@@ -147,7 +147,7 @@ def test_text_may_come_before_calls_that_then_are_whole(model: ParallelModel, gr
 
 
 def test_other_stops_end_an_answer_only_where_it_is_complete(model: ParallelModel, grammars: Grammars) -> None:
-    matcher = grammars.matcher(JsonAnswer(JsonSchema(FLAG)), [OTHER])()
+    matcher = grammars.matcher(JsonAnswer(FLAG), [OTHER])()
     for token in TOKENIZER.encode('{"on": true').ids:
         assert not matcher.allowed()[OTHER // 32] >> OTHER % 32 & 1
         matcher.add(token)
@@ -160,7 +160,7 @@ def test_other_stops_end_an_answer_only_where_it_is_complete(model: ParallelMode
 def test_objects_that_list_properties_have_no_others_unless_they_say_so(grammars: Grammars) -> None:
     # Catches arguments that no function has, which JSON Schema allows by default.
     def allows(schema: dict[str, object], answer: object) -> bool:
-        matcher = grammars.matcher(JsonAnswer(JsonSchema(json.dumps(schema))))()
+        matcher = grammars.matcher(JsonAnswer(json.dumps(schema)))()
         for token in TOKENIZER.encode(json.dumps(answer)).ids:
             if not matcher.allowed()[token // 32] >> token % 32 & 1:
                 return False
@@ -195,12 +195,12 @@ def test_objects_that_list_properties_have_no_others_unless_they_say_so(grammars
 def test_a_schema_that_cannot_be_followed_is_refused(grammars: Grammars, schema: str, says: str) -> None:
     # Catches a keyword that is ignored, with which answers are not what the client asked for.
     with pytest.raises(ValueError, match=says):
-        grammars.matcher(JsonAnswer(JsonSchema(schema, "response_format")))
+        grammars.matcher(JsonAnswer(schema, "response_format"))
 
 
 def test_the_schema_of_several_that_cannot_be_followed_is_named(grammars: Grammars) -> None:
-    bad = CallTag('{"name": "b", "arguments": ', JsonSchema('{"not": {}}', "tools[2].function.parameters"), "}")
-    for form in (ToolCalls((*CALLS, bad)), ToolCalls(CALLS, instead=bad.schema)):
+    bad = CallTag('{"name": "b", "arguments": ', '{"not": {}}', "}", "tools[2].function.parameters")
+    for form in (ToolCalls((*CALLS, bad)), ToolCalls(CALLS, instead=bad.schema, instead_field=bad.field)):
         with pytest.raises(ValueError, match=r"^tools\[2\].function.parameters cannot be followed: .*not"):
             grammars.matcher(form)
 

@@ -162,25 +162,20 @@ class CheckpointSampler(Message, frozen=True):
 SamplerRef = BaseSampler | SessionSampler | NamedSampler | CheckpointSampler
 
 
-class JsonSchema(Message, frozen=True):
-    """A JSON schema, as JSON text. field: the request's name for it, for error messages."""
+class JsonAnswer(Message, frozen=True):
+    """A sample is JSON that the schema, itself JSON, allows. field: the request's name for it, for error messages."""
 
-    text: str
+    schema: str
     field: str = "schema"
 
 
-class JsonAnswer(Message, frozen=True):
-    """A sample is JSON that the schema allows."""
-
-    schema: JsonSchema
-
-
 class CallTag(Message, frozen=True):
-    """A tool call's text: `begin`, then JSON that `schema` allows, then `end`."""
+    """A tool call's text: `begin`, then JSON that `schema` allows, then `end`. field: as in JsonAnswer."""
 
     begin: str
-    schema: JsonSchema
+    schema: str
     end: str
+    field: str = "schema"
 
 
 class ToolCalls(Message, frozen=True):
@@ -188,7 +183,7 @@ class ToolCalls(Message, frozen=True):
 
     trigger: the text that begins calls; any text may come before it, and the sample need not have any calls. None: the
     sample has nothing but calls. most: the maximum number of calls; None: any. instead: without a trigger, a sample may
-    also be JSON that this schema allows, instead of calls.
+    also be JSON that this schema allows, instead of calls, and `instead_field` is the request's name for the schema.
     """
 
     calls: tuple[CallTag, ...]
@@ -197,7 +192,8 @@ class ToolCalls(Message, frozen=True):
     closing: str = ""
     trigger: str | None = None
     most: int | None = None
-    instead: JsonSchema | None = None
+    instead: str | None = None
+    instead_field: str = "schema"
 
 
 AnswerForm = JsonAnswer | ToolCalls

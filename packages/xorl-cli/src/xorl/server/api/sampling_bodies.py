@@ -17,7 +17,6 @@ from xorl.server.operations import (
     BaseSampler,
     CheckpointSampler,
     JsonAnswer,
-    JsonSchema,
     NamedSampler,
     Sample,
     SamplerRef,
@@ -191,7 +190,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
                 repetition_penalty=params.repetition_penalty,
                 form=None
                 if params.json_schema is None
-                else JsonAnswer(JsonSchema(params.json_schema, "sampling_params.json_schema")),
+                else JsonAnswer(params.json_schema, "sampling_params.json_schema"),
             )
         )
 

@@ -11,8 +11,8 @@ import msgspec
 
 from xorl.server.api.openai_fields import msgspec_of
 from xorl.server.api.responses import InvalidField
-from xorl.server.api.tool_formats import ToolFormat
-from xorl.server.operations import AnswerForm, JsonAnswer, JsonSchema
+from xorl.server.api.tool_formats import JsonSchema, ToolFormat
+from xorl.server.operations import AnswerForm, JsonAnswer
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _ANY_OBJECT = '{"type":"object"}'
@@ -155,7 +155,7 @@ def answer_form(tools: Tools | None, calls: ToolFormat | None, answer_schema: Js
     if tools is not None:
         assert calls is not None, "without it, tools have been refused"
         return tools.form(calls, answer_schema)
-    return None if answer_schema is None else JsonAnswer(answer_schema)
+    return None if answer_schema is None else JsonAnswer(*answer_schema)
 
 
 def _choice(given: object, functions: Mapping[str, FunctionJson]) -> Literal["auto", "none", "required"] | FunctionJson:

@@ -12,13 +12,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from xorl.server.operations import CallTag, JsonSchema, ToolCalls
+import msgspec
+
+from xorl.server.operations import CallTag, ToolCalls
 
 # A call whose name is within its JSON.
 _OBJECT = '{"name": "'
 # Possessive, since several in a row would otherwise try all ways to share the blanks of a text.
 _BLANKS = r"\s*+"
 _ID_CHARS = string.ascii_letters + string.digits
+
+
+class JsonSchema(NamedTuple):
+    """A JSON schema, as JSON text. field: the request's name for it, for error messages."""
+
+    text: str
+    field: str
 
 
 class ToolCall(NamedTuple):
@@ -89,13 +98,14 @@ class ToolFormat:
         # The text contains the index of a call, which the sampler cannot count.
         most = 1 if self.call_id is not None or not (self.separator or self.trigger) else most
         tags = [
-            CallTag(f"{self.begin}{name}{self.middle.replace('{index}', '0')}", schema, self.end)
+            CallTag(f"{self.begin}{name}{self.middle.replace('{index}', '0')}", schema.text, self.end, schema.field)
             for name, schema in schemas.items()
         ]
         trigger = None if is_required or instead is not None else self.trigger
-        return ToolCalls(
-            tuple(tags), self.opening, self.separator, self.closing, trigger, most, None if is_required else instead
-        )
+        calls = ToolCalls(tuple(tags), self.opening, self.separator, self.closing, trigger, most)
+        if is_required or instead is None:
+            return calls
+        return msgspec.structs.replace(calls, instead=instead.text, instead_field=instead.field)
 
     def head(self, names: Collection[str], *, is_first: bool) -> re.Pattern[str]:
         """Matches what comes before the JSON or the tags of a call of one of these functions."""

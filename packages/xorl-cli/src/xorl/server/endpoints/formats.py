@@ -55,7 +55,7 @@ def structural_tag(calls: ToolCalls) -> dict[str, object]:
         {
             "type": "tag",
             "begin": call.begin,
-            "content": {"type": "json_schema", "json_schema": msgspec.json.decode(call.schema.text)},
+            "content": {"type": "json_schema", "json_schema": msgspec.json.decode(call.schema)},
             "end": call.end,
         }
         for call in calls.calls
@@ -86,7 +86,7 @@ def structural_tag(calls: ToolCalls) -> dict[str, object]:
             "stop_after_first": single or whole is not listed,
         }
     if calls.instead is not None:
-        answer = {"type": "json_schema", "json_schema": msgspec.json.decode(calls.instead.text)}
+        answer = {"type": "json_schema", "json_schema": msgspec.json.decode(calls.instead)}
         whole = {"type": "or", "elements": [answer, whole]}
     return {"type": "structural_tag", "format": whole}
 

@@ -65,7 +65,7 @@ def sglang_request(operation: Sample, prompt: Sequence[int], limit: int, adapter
 def _form(form: AnswerForm | None) -> dict[str, object]:
     if isinstance(form, ToolCalls):
         return {"structural_tag": json.dumps(structural_tag(form))}
-    return {} if form is None else {"json_schema": form.schema.text}
+    return {} if form is None else {"json_schema": form.schema}
 
 
 def sglang_result(operation: Sample, prompt: Sequence[int], answer: object, version: str) -> SampleResult:

@@ -62,7 +62,7 @@ def vllm_request(operation: Sample, prompt: Sequence[int], limit: int, model: st
     if isinstance(operation.form, ToolCalls):
         body["response_format"] = structural_tag(operation.form)
     elif operation.form is not None:
-        schema = {"name": "answer", "schema": msgspec.json.decode(operation.form.schema.text)}
+        schema = {"name": "answer", "schema": msgspec.json.decode(operation.form.schema)}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
     return body
 

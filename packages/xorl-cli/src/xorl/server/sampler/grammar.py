@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from xorl.server.operations import AnswerForm, JsonAnswer, JsonSchema, ToolCalls
+from xorl.server.operations import AnswerForm, JsonAnswer, ToolCalls
 from xorl.server.sampler.edits import Matcher
 
 try:
@@ -69,7 +69,7 @@ class Grammars:
 
         Raises ValueError if a schema is not valid, or has keywords that are not supported.
         """
-        grammar = f"start: {_json(form.schema)}" if isinstance(form, JsonAnswer) else self._tool_calls(form)
+        grammar = f"start: {_json(form.schema, form.field)}" if isinstance(form, JsonAnswer) else self._tool_calls(form)
         compiled = self._compiled.pop(grammar, None) or self._compile(grammar)
         if compiled.is_error():
             raise ValueError(self._refusal(form) or _shown(compiled.get_error()))
@@ -84,28 +84,27 @@ class Grammars:
 
     def _refusal(self, form: AnswerForm) -> str | None:
         """What is wrong with the first schema that cannot be followed; None if each of them can."""
-        schemas = [form.schema] if isinstance(form, JsonAnswer) else [call.schema for call in form.calls]
+        schemas = [(each.schema, each.field) for each in ([form] if isinstance(form, JsonAnswer) else form.calls)]
         if isinstance(form, ToolCalls) and form.instead is not None:
-            schemas.append(form.instead)
-        for schema in schemas:
-            compiled = self._compile(f"start: {_json(schema)}")
+            schemas.append((form.instead, form.instead_field))
+        for schema, field in schemas:
+            compiled = self._compile(f"start: {_json(schema, field)}")
             if compiled.is_error():
-                return f"{schema.field} cannot be followed: {_shown(compiled.get_error())}; change it or leave it out"
+                return f"{field} cannot be followed: {_shown(compiled.get_error())}; change it or leave it out"
         return None
 
     def _tool_calls(self, form: ToolCalls) -> str:
         """A grammar in llguidance's dialect of Lark."""
         opening, begins = form.opening, [call.begin for call in form.calls]
-        rules = [f"json_{i}: {_json(call.schema)}" for i, call in enumerate(form.calls)]
+        rules = [f"json_{i}: {_json(call.schema, call.field)}" for i, call in enumerate(form.calls)]
         rules += [
             f"call_{i}: {self._literal(call.begin)} json_{i} {self._literal(call.end)}"
             for i, call in enumerate(form.calls)
         ]
         trigger = form.trigger
         if trigger is None:
-            rules.append(
-                "start: calls" if form.instead is None else f"start: calls | json\njson: {_json(form.instead)}"
-            )
+            instead = None if form.instead is None else _json(form.instead, form.instead_field)
+            rules.append("start: calls" if instead is None else f"start: calls | json\njson: {instead}")
         elif trigger in self._added:
             # Any tokens, until the one with which calls begin.
             excluded = ",".join(map(str, (self._added[trigger], *self._ends)))
@@ -164,19 +163,19 @@ class _Matcher:
         return words[0]
 
 
-def _json(schema: JsonSchema) -> str:
+def _json(schema: str, field: str) -> str:
     """The grammar of the JSON that a schema allows. Raises ValueError if it is not a schema."""
     try:
-        found = json.loads(schema.text)
+        found = json.loads(schema)
         if found is True:
             found = {}
         if not isinstance(found, dict):
-            raise ValueError(f"{schema.field} must be an object, got {schema.text[:40]}")
+            raise ValueError(f"{field} must be an object, got {schema[:40]}")
         return "%json " + json.dumps({**_closed_object(found), "x-guidance": _LAYOUT})
     except json.JSONDecodeError as error:
-        raise ValueError(f"{schema.field} is not JSON: {error}") from None
+        raise ValueError(f"{field} is not JSON: {error}") from None
     except RecursionError:
-        raise ValueError(f"{schema.field} is nested too deeply; make it flatter, or leave it out") from None
+        raise ValueError(f"{field} is nested too deeply; make it flatter, or leave it out") from None
 
 
 def _closed(schema: object) -> object:
