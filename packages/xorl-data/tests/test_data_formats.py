@@ -84,7 +84,8 @@ def test_overflow_does_what_it_says_and_counts_it(overflow, expected, counted):
 def test_overflow_error_names_the_row_and_its_length():
     """Catches `error` that behaves as `truncate`."""
     with pytest.raises(
-        DataError, match=r"rows, row 0 .*: 10 tokens, more than max = 4.*raise max, or choose another overflow"
+        DataError,
+        match=r"rows, row 0 .*: 10 tokens, more than max = 4.*raise max, or choose another overflow, such as drop$",
     ):
         encode(LONG, limit=4, overflow="error")
 

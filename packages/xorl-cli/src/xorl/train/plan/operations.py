@@ -108,7 +108,7 @@ class Recorder(UncompiledDispatchMode):
         ranks: the numbers of ranks of process groups, by the names by which operators know these.
 
     Attributes:
-        repeats_compiled: compiled layers are computed again. They leave out experts whose backward pass begins again.
+        repeats_compiled: compiled layers are being recomputed. They skip experts whose backward pass recomputes these.
     """
 
     def __init__(self, lengths: Sequence[int], ranks: Mapping[str, int] = MappingProxyType({})) -> None:

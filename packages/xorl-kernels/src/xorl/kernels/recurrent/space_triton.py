@@ -180,6 +180,13 @@ class _StateSpace:
 
 
 @triton.jit
+def _rows(chunks_ptr: tl.tensor, chunk: tl.tensor, token: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The rows of a chunk's tokens, and which of them the chunk has."""
+    first = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    return first + token, token < tl.load(chunks_ptr + 2 * chunk + 1) - first
+
+
+@triton.jit
 def _sums(
     dt_ptr: tl.tensor,
     a_ptr: tl.tensor,
@@ -233,9 +240,7 @@ def _pass_states(
     index = num_chunks * 0
     while index < num_chunks:
         chunk = first_chunk + (num_chunks - 1 - index if BACK else index)
-        first = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
-        is_real = token < tl.load(chunks_ptr + 2 * chunk + 1) - first
-        rows = first + token
+        rows, is_real = _rows(chunks_ptr, chunk, token)  # pyright: ignore[reportGeneralTypeIssues]
         place = (chunk * num_heads + head) * state_dim * head_dim + k[:, None] * head_dim + v[None, :]
         tl.store(states_ptr + place, state.to(states_ptr.dtype.element_ty), mask=is_state)
         dt, sums, last = _sums(dt_ptr, a_ptr, rows, is_real, head, num_heads)
@@ -323,10 +328,8 @@ def _read(
 ) -> None:
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group = head // (num_heads // num_groups)
-    first = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
     token = tl.arange(0, LENGTH)
-    is_real = token < tl.load(chunks_ptr + 2 * chunk + 1) - first
-    rows = first + token
+    rows, is_real = _rows(chunks_ptr, chunk, token)  # pyright: ignore[reportGeneralTypeIssues]
     dt, sums, _ = _sums(dt_ptr, a_ptr, rows, is_real, head, num_heads)  # pyright: ignore[reportGeneralTypeIssues]
     scores = _scores(b_ptr, c_ptr, rows, is_real, group, num_groups, state_dim, LENGTH, BLOCK_K)
     scores = (scores * _between(sums, token, is_real) * dt[None, :]).to(x_ptr.dtype.element_ty)
@@ -380,10 +383,8 @@ def _differentiate_x(
 ) -> None:
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group = head // (num_heads // num_groups)
-    first = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
     token = tl.arange(0, LENGTH)
-    is_real = token < tl.load(chunks_ptr + 2 * chunk + 1) - first
-    rows = first + token
+    rows, is_real = _rows(chunks_ptr, chunk, token)  # pyright: ignore[reportGeneralTypeIssues]
     dt, sums, last = _sums(dt_ptr, a_ptr, rows, is_real, head, num_heads)  # pyright: ignore[reportGeneralTypeIssues]
     scores = _scores(b_ptr, c_ptr, rows, is_real, group, num_groups, state_dim, LENGTH, BLOCK_K)
     scores = (scores * _between(sums, token, is_real)).to(x_ptr.dtype.element_ty)
@@ -445,11 +446,9 @@ def _differentiate_b_c(
     BLOCK_V: tl.constexpr,
 ) -> None:
     chunk, group, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    first = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
-    length = tl.load(chunks_ptr + 2 * chunk + 1) - first
     token = tl.arange(0, LENGTH)
-    is_real = token < length
-    rows = first + token
+    rows, is_real = _rows(chunks_ptr, chunk, token)  # pyright: ignore[reportGeneralTypeIssues]
+    is_last = token == tl.sum(is_real.to(tl.int32)) - 1
     k = block * BLOCK_K + tl.arange(0, BLOCK_K)
     is_key = is_real[:, None] & (k < state_dim)[None, :]
     key_place = (rows * num_groups + group)[:, None] * state_dim + k[None, :]
@@ -496,7 +495,7 @@ def _differentiate_b_c(
         from_state += tl.dot(tl.trans(weights), c, input_precision="ieee")
         grad_b += from_state
         of_sums -= tl.sum(b.to(tl.float32) * from_state, 1)
-        of_sums += tl.where(token == length - 1, of_states * tl.exp(last) + kept, 0.0)
+        of_sums += tl.where(is_last, of_states * tl.exp(last) + kept, 0.0)
         # A sum depends on the exponents of its own and of all earlier tokens.
         of_exponents = tl.sum(of_sums) - tl.cumsum(of_sums, 0) + of_sums
         place = (block.to(tl.int64) * num_tokens + rows) * num_heads + head
