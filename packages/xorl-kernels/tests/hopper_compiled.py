@@ -81,8 +81,9 @@ def norms() -> None:
 
 def split_heads() -> None:
     """Heads and their gradients from merged and separate projections, with and without norms and rotary positions."""
-    num_tokens, shapes = 1100, (HeadShape(32, 8, 128), HeadShape(9, 3, 96))
-    for shape, dtype, (has_norms, has_rope) in product(shapes, FLOATS, ((True, True), (True, False), (False, True))):
+    num_tokens, usual, unusual = 1100, HeadShape(32, 8, 128), HeadShape(9, 3, 96)
+    cases = (usual, BF16), (unusual, FP16), (unusual, FP32)
+    for (shape, dtype), (has_norms, has_rope) in product(cases, ((True, True), (True, False), (False, True))):
         weight = empty(shape.head_dim, dtype=dtype).requires_grad_() if has_norms else None
         norms = None if weight is None else HeadNorms(weight, weight, 1e-6)
         table = empty(num_tokens, shape.head_dim // 2, dtype=FP32)
@@ -104,7 +105,7 @@ def gated() -> None:
 
 def fp8_casts() -> None:
     """All casts to both formats, and the largest absolute value of a tensor and of its rows and columns."""
-    for shape, dtype in product(((256, 512), (37, 48)), FLOATS):
+    for shape, dtype in (((256, 512), BF16), ((37, 48), FP16), ((37, 48), FP32)):
         x, amax = empty(*shape, dtype=dtype), fp8_triton.amax(empty(*shape, dtype=dtype))
         for to in (E4M3, E5M2):
             q, *_ = fp8_triton.cast_tensorwise_both(x, amax, to)
@@ -117,17 +118,17 @@ def fp8_casts() -> None:
 
 
 def quantized_weights() -> None:
-    """All formats in all dtypes, with usual and unusual group sizes, with and without noise."""
+    """All formats in all dtypes, in one also with unusual group sizes, with and without noise."""
     noises = (None, WeightNoise(0.5, torch.tensor([12345, 7, 0])))
     for dtype in FLOATS:
         x, wide = empty(256, 4096, dtype=dtype), empty(256, dtype=FP32)
-        for size in (16, 64, 1024):
+        for size in (16, 64, 1024) if dtype is BF16 else (64,):
             nf4 = blocks_triton.quantize_nf4(x, size)
             nvfp4 = blocks_triton.quantize_nvfp4(x, wide, size)
             for noise in noises:
                 blocks_triton.dequantize_nf4(*nf4, dtype, noise)
                 blocks_triton.dequantize_nvfp4(*nvfp4, wide, dtype, noise)
-        for size in (16, 128):
+        for size in (16, 128) if dtype is BF16 else (128,):
             codes, scales = blocks_triton.quantize_block_fp8(x, size)
             for noise in noises:
                 blocks_triton.dequantize_block_fp8(codes, scales, size, dtype, noise)
@@ -188,7 +189,7 @@ def experts(num_tokens: int = 64) -> None:
     """The products of experts, everything between them, and the choice of experts."""
     rows, ends = empty(num_tokens, 8, dtype=torch.int32), empty(128, dtype=torch.int32)
     weights = empty(num_tokens, 8, dtype=FP32)
-    for width, dtype in product((768, 3000), FLOATS):
+    for width, dtype in ((768, BF16), (3000, FP16), (3000, FP32)):
         y, up = empty(8 * num_tokens, width, dtype=dtype), empty(8 * num_tokens, 2 * width, dtype=dtype)
         clamped = Gate(alpha=1.7, limit=7.0, offset=1.0)
         # The last one is what most models use.

@@ -19,7 +19,7 @@ def rounded(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("num_passes", "share"), [(1, 0.0), (3, 0.3), (200, 0.99)])
+@pytest.mark.parametrize(("num_passes", "share"), [(1, 0.0), (3, 0.3), (40, 0.99)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_in_fp8_round_their_operands_along_the_contraction(
     shape: tuple[int, ...], num_passes: int, share: float, recompute: bool

@@ -322,8 +322,7 @@ def test_activations_of_experts(monkeypatch, counts, width, gate, has_biases, ma
     assert_close("grad_weights", of_weights[1], of_weights[0], TOLERANCES[torch.float32])
 
 
-@pytest.mark.parametrize("gathers", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "gathers"), [(torch.float32, True), (torch.float16, False)], ids=str)
 @pytest.mark.parametrize(
     ("counts", "depth", "width"), [([3, 0, 20, 1, 0], 9, 13), ([0, 40], 32, 32), ([17], 5, 35), ([0, 0, 0], 4, 4)]
 )
