@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layouts import LAYOUTS, NUM_BINS, Options, mesh_for, run_config, write_models
+from layouts import LAYOUTS, NUM_BINS, mesh_for, run_config, write_models
+from table_of_runs import Options
 from xorl.core.loss import LossOutput, cross_entropy
 from xorl.core.nn.ulysses import check_heads
 from xorl.kernels.layout import SequenceLayout

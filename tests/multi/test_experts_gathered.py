@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layouts import BY_OPERATION, EXPERT_LORA, ONE_PROCESS, QLORA, RECOMPUTE, mesh_for, run_config, steps
+from layouts import ONE_PROCESS, mesh_for, run_config, steps
 from ranks import Launch, Launches
+from table_of_runs import BY_OPERATION, EXPERT_LORA, QLORA, RECOMPUTE
 from tiny_models import hf_config, write_config
 from xorl.config.local import ModelConfig, TrainConfig
 from xorl.core.nn import all_gather, moe

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import fake_deepep
 from expert_reads import counted_reads
-from layouts import EP, LAYOUTS, ONE_PROCESS, RECOMPUTE, Options, mesh_for, run_config, steps, write_models
+from layouts import EP, LAYOUTS, ONE_PROCESS, mesh_for, run_config, steps, write_models
+from table_of_runs import RECOMPUTE, Options
 from tiny_models import hf_config, write_config
 from xorl.ckpt.reader import source_shapes
 from xorl.config import load_config

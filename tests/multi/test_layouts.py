@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
-from layouts import LAYOUTS, NUM_STEPS, NUM_STEPS_OF_MUON, ONE_PROCESS, RUNS, run_in_layout, write_models
+from layouts import LAYOUTS, NUM_STEPS, NUM_STEPS_OF_MUON, alone, run_in_layout, write_models
 from ranks import Launch, Launches
+from table_of_runs import RUNS
 from xorl.train.verify import compare
+
+
+def alone_key(run: str) -> tuple[str, str]:
+    """The key of what one process computes; it recomputes nothing, so several runs have the same."""
+    model, train, lora = RUNS[run].model, RUNS[run].train, RUNS[run].lora
+    kept = {name: value for name, value in train.items() if name not in RECOMPUTING and "recompute" not in name}
+    return "one process", json.dumps([model, kept, dict(lora)], sort_keys=True)
+
+
+RECOMPUTING = ("enable_gradient_checkpointing", "enable_reentrant", "moe_checkpoint_method")
 
 
 @pytest.fixture(scope="module")
@@ -19,12 +31,12 @@ def found(request: pytest.FixtureRequest, launch: Launch, tmp_path_factory: pyte
     own = [item.callspec.params for item in request.session.items if item.path == request.path]
     cells = {}
     for layout, run in [(params["layout"], params["run"]) for params in own]:
-        cells["one process", run] = (1, partial(run_in_layout, folder, RUNS[run], ONE_PROCESS))
+        cells[alone_key(run)] = (1, partial(alone, folder, RUNS[run]))
         placed = LAYOUTS[layout]
         is_muon = RUNS[run].train.get("optimizer") == "muon"
         num_steps = NUM_STEPS if run == placed.runs[0] or is_muon else 1
         num_steps = NUM_STEPS_OF_MUON if run.endswith("Muon") else num_steps
-        compute = partial(run_in_layout, folder, RUNS[run], placed.train, num_steps=num_steps)
+        compute = partial(run_in_layout, folder, RUNS[run], placed, num_steps=num_steps)
         cells[layout, run] = (placed.num_ranks, compute)
     return launch(cells)
 
@@ -33,9 +45,12 @@ def found(request: pytest.FixtureRequest, launch: Launch, tmp_path_factory: pyte
 def test_a_layout_equals_one_process(layout: str, run: str, found: Launches) -> None:
     # Catches keys that are missing or seen twice, positions and frequencies of a part in place of the row's, labels and
     # counts that are lost or doubled at the borders of parts, sums over the wrong ranks, gradients that are doubled or
-    # divided over the ranks, tokens that get lost, norms of some experts, a router without gradients, and factors of
-    # all experts whose gradients are summed over some ranks only.
-    [measured, *_], [expected] = found(layout, run), found("one process", run)
+    # divided over the ranks, tokens that get lost, norms of some experts, a router without gradients, factors of all
+    # experts whose gradients are summed over some ranks only, means of means (any division by ranks, micro-batches or
+    # their tokens), a recomputed forward pass without its gathered parameters or twice in the gradient, a head that is
+    # freed before its gradient is there, adapters sharded with other rows than their weights, and units that are
+    # sharded from the outside in, which leaves the inner ones nothing.
+    [measured, *_], [expected] = found(layout, run), found(*alone_key(run))
     differences = compare(measured, replace(expected, losses=expected.losses[: len(measured.losses)]))
     failed = {kind: one for kind, one in differences.items() if not one.is_within}
     assert not failed, failed

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layouts import LORA, Options, engine_for, run_config, weights_of, write_models, write_weights
+from layouts import engine_for, run_config, weights_of, write_models, write_weights
 from ranks import Launch, Launches
+from table_of_runs import LORA, Options
 from xorl.config import Config
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy

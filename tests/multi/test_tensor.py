@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from layouts import LORA, Options, engine_for, run_config, weights_of, write_models, write_weights
+from layouts import engine_for, run_config, weights_of, write_models, write_weights
 from quantized_files import quantization_config, stored_tensors
 from ranks import Launch, Launches
+from table_of_runs import LORA, Options
 from tiny_models import hf_config, write_config
 from xorl.config import Config
 from xorl.core.loss import cross_entropy

@@ -235,8 +235,9 @@ IMAGE_RUNS: Mapping[str, tuple[str, Mapping[str, object], Mapping[str, object]]]
 }
 IMAGE_LAYOUTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("fsdp 2", "tp 2", "pp 2"), tuple(IMAGE_RUNS)),
-    **dict.fromkeys(("ddp 2", "ulysses 2", "pp 2, hsdp 2", "pp 2, tp 2"), ("images",)),
-    "ring 2": ("composed",),
+    **dict.fromkeys(("ddp 2", "ulysses 2"), ("images", "images, frozen")),
+    **dict.fromkeys(("hsdp 2", "ring 2, ulysses 2", "pp 2, hsdp 2", "pp 2, tp 2"), ("images",)),
+    "ring 2": ("images", "composed"),
 }
 
 

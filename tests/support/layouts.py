@@ -1,28 +1,59 @@
-"""The table of layouts and of the runs that each computes, and what computes them. A new axis or family is a row."""
+"""The table of layouts with the runs that each computes, and what computes them. A new axis is a row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from image_models import IMAGE_LAYOUTS, IMAGE_MODELS, IMAGE_RUNS
+from image_models import IMAGE_LAYOUTS
 from placement import mesh_of
-from tiny_models import BESIDE, LATENT_EXPERTS, hf_config, write_config
+from table_of_runs import (
+    ADAPTED,
+    ALL_CONTEXT,
+    ALL_EXPERTS,
+    BESIDE_BLOCK,
+    CONTEXT,
+    EXPERTS,
+    FEW_CONTEXT,
+    FEW_EXPERTS,
+    FEW_STAGED,
+    FULL,
+    GPT_OSS,
+    HYBRIDS,
+    MODELS,
+    NO_OPTIONS,
+    OTHER_EXPERTS,
+    PREFERENCES,
+    RECOMPUTED,
+    RING_RUNS,
+    SHARED,
+    SOME_EXPERTS,
+    SOME_PREFERENCES,
+    SPLIT,
+    SPLIT_LORA,
+    STAGED,
+    STAGED_HYBRIDS,
+    TENSOR,
+    TENSOR_EXPERTS,
+    Options,
+    Run,
+)
+from tiny_models import write_config
 from xorl.ckpt.reader import source_shapes
 from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
+from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.kernels.attention import ring
 from xorl.lora import adapters
 from xorl.lora.quantized import AdaptiveNoise
-from xorl.train import verify
+from xorl.train import model, verify
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
 from xorl.train.export.hf_weights import hf_groups
@@ -34,258 +65,20 @@ NUM_BINS = 8
 # The gradients of a step show most of what a layout can get wrong; that an update reaches the next pass, a second step
 # shows; and what an optimizer keeps by matrix, a third one.
 NUM_STEPS, NUM_STEPS_OF_MUON = 2, 3
-Options = Mapping[str, object]
-NO_OPTIONS: Options = MappingProxyType({})
-
-# One family of each kind: where norms stand and what they normalise, which layers rotate and how, scales, biases,
-# trained scalars.
-FAMILIES = (
-    "apertus",
-    "cohere2",
-    "deepseek_v3",
-    "exaone4",
-    "gemma3_text",
-    "gemma4_text",
-    "glm4",
-    "granite",
-    "olmo2",
-    "smollm3",
-    "starcoder2",
-)
-# Layers whose state passes through a document, which a ring cannot compute.
-RECURRENT = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "nemotron_h")
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-MODELS: dict[str, dict[str, object]] = {
-    "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),
-    "qwen3": hf_config("qwen3", num_attention_heads=8, num_key_value_heads=2, intermediate_size=64),
-    **IMAGE_MODELS,
-    "one head": hf_config("llama", num_key_value_heads=1),
-    # Four ranks can share its matrices in blocks of 16.
-    "blocks": hf_config("qwen3", head_dim=16, intermediate_size=64),
-    "mistral": hf_config("mistral", sliding_window=5),
-    "gpt2": hf_config("gpt2"),
-    "qwen3_moe": hf_config(
-        "qwen3_moe",
-        moe_intermediate_size=48,
-        num_hidden_layers=3,
-        mlp_only_layers=[1],
-        output_router_logits=True,
-        router_aux_loss_coef=0.1,
-        pad_token_id=3,
-    ),
-    "mixtral": hf_config("mixtral"),
-    "glm4_moe": hf_config("glm4_moe", moe_intermediate_size=48),
-    "qwen2_moe": hf_config("qwen2_moe", mlp_only_layers=[1]),
-    "deepseek_v3, experts": hf_config("deepseek_v3", first_k_dense_replace=1),
-    "gemma4_text, experts": hf_config("gemma4_text", **BESIDE),
-    "nemotron_h, experts": hf_config("nemotron_h", **LATENT_EXPERTS),
-    "granitemoehybrid": hf_config(
-        "granitemoehybrid", num_local_experts=4, intermediate_size=24, output_router_logits=True
-    ),
-    "gpt_oss": hf_config("gpt_oss", intermediate_size=32, output_router_logits=True, router_aux_loss_coef=0.1),
-    **{name: hf_config(name) for name in FAMILIES},
-    **{name: hf_config(name, intermediate_size=64) for name in RECURRENT},
-    "deepseek_v3": hf_config("deepseek_v3", first_k_dense_replace=2),
-    "gpt2, 4 layers": hf_config("gpt2", n_layer=4),
-    "llama, 4 layers": hf_config("llama", num_hidden_layers=4),
-    "qwen3_moe, 4 layers": hf_config(
-        "qwen3_moe",
-        num_hidden_layers=4,
-        mlp_only_layers=[0, 2],
-        output_router_logits=True,
-        router_aux_loss_coef=0.1,
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Run:
-    """A model and the options of sections train and lora that every layout computes it with."""
-
-    model: str
-    train: Options = field(default_factory=dict)
-    lora: Options = field(default_factory=dict)
-
-
-LORA = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": "all-linear"}
-QLORA = {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}
-EXPERT_LORA = {**LORA, "lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}
-MUON = {"optimizer": "muon"}
-RECOMPUTE = {"enable_gradient_checkpointing": True}
-BY_OPERATION = {**RECOMPUTE, "recompute_policy": "operation"}
-MOE_ACT = {"moe_checkpoint_method": "moe_act"}
-RUNS: dict[str, Run] = {
-    "llama": Run("llama"),
-    "llama, LoRA": Run("llama", lora=LORA),
-    "qwen3": Run("qwen3"),
-    "qwen3, LoRA": Run("qwen3", MUON, LORA),
-    "qwen3, tied LoRA": Run("qwen3", lora={**LORA, "lora_target_modules": ["q_proj", "down_proj", "embed_tokens"]}),
-    "qwen3, DoRA": Run("qwen3", lora={**LORA, "use_dora": True}),
-    "qwen3, QLoRA": Run("qwen3", lora=QLORA),
-    "qwen3, nvfp4": Run("qwen3", lora={**QLORA, "quant_format": "nvfp4"}),
-    "block_fp8, noise": Run("blocks", lora={**QLORA, "quant_format": "block_fp8", "enable_aqn": True}),
-    "noise": Run("blocks", lora={**QLORA, "enable_aqn": True}),
-    "qwen3, operation": Run("qwen3", BY_OPERATION),
-    "qwen3, Muon": Run("qwen3", {**MUON, **BY_OPERATION}),
-    "one key/value head": Run("one head", MUON, {**LORA, "lora_target_modules": ["q_proj", "v_proj"]}),
-    "mistral": Run("mistral"),
-    "gpt2": Run("gpt2", RECOMPUTE),
-    "mixtral, Muon": Run("mixtral", MUON),
-    "qwen3_moe": Run("qwen3_moe", {"router_z_loss_coef": 0.1}),
-    "qwen3_moe, recomputed": Run("qwen3_moe", RECOMPUTE),
-    "qwen3_moe, moe_act": Run("qwen3_moe", {**RECOMPUTE, **MOE_ACT}),
-    "qwen3_moe, operation": Run("qwen3_moe", BY_OPERATION),
-    "qwen3_moe, operation and moe_act": Run("qwen3_moe", {**BY_OPERATION, **MOE_ACT}),
-    "qwen3_moe, LoRA": Run("qwen3_moe", lora=LORA),
-    "qwen3_moe, adapted experts": Run("qwen3_moe", MUON, EXPERT_LORA),
-    "qwen3_moe, adapted experts, recomputed": Run("qwen3_moe", RECOMPUTE, EXPERT_LORA),
-    "qwen3_moe, QLoRA": Run("qwen3_moe", lora=QLORA),
-    "qwen3_moe, QLoRA, adapted experts": Run("qwen3_moe", RECOMPUTE, {**QLORA, **EXPERT_LORA}),
-    "qwen3_moe, shared adapters": Run("qwen3_moe", MUON, {**EXPERT_LORA, "moe_shared_lora": True}),
-    "qwen3_moe, outer factors shared": Run("qwen3_moe", RECOMPUTE, {**EXPERT_LORA, "moe_hybrid_shared_lora": True}),
-}
-RUNS |= {name: Run(name) for name in FAMILIES}
-# Scores that are corrected and grouped, and shared experts.
-RUNS |= {
-    "glm4_moe": Run("glm4_moe", {**MUON, "router_aux_loss_coef": 0.1}),
-    "glm4_moe, adapted experts": Run("glm4_moe", RECOMPUTE, EXPERT_LORA),
-    "glm4_moe, QLoRA": Run("glm4_moe", lora={**QLORA, **EXPERT_LORA}),
-    "qwen2_moe": Run("qwen2_moe"),
-    "deepseek_v3, experts": Run("deepseek_v3, experts", BY_OPERATION),
-    # Experts beside a feed-forward block, with norms of their own.
-    "gemma4_text, experts": Run("gemma4_text, experts", {"router_z_loss_coef": 0.1}),
-    "gemma4_text, adapted experts": Run("gemma4_text, experts", RECOMPUTE, EXPERT_LORA),
-    # Sinks, and experts with biases.
-    "gpt_oss": Run("gpt_oss", MUON),
-    "gpt_oss, adapted experts": Run("gpt_oss", {**RECOMPUTE, **MOE_ACT}, EXPERT_LORA),
-    "gpt_oss, QLoRA": Run("gpt_oss", lora={**QLORA, **EXPERT_LORA}),
-}
-RUNS |= {
-    "qwen3_5": Run("qwen3_5_text", BY_OPERATION),
-    "qwen3_5, Muon": Run("qwen3_5_text", {**MUON, **RECOMPUTE, "recompute_modules": ["self_attn"]}),
-    "qwen3_5, LoRA": Run("qwen3_5_text", lora=LORA),
-    "qwen3_5, QLoRA": Run("qwen3_5_text", lora=QLORA),
-    "lfm2": Run("lfm2", MUON, LORA),
-    "qwen3_5_moe": Run("qwen3_5_moe_text", {**RECOMPUTE, "router_aux_loss_coef": 0.1}),
-    "qwen3_next": Run("qwen3_next"),
-    "qwen3_next, LoRA": Run("qwen3_next", lora=LORA),
-    "nemotron_h": Run("nemotron_h", {**MUON, **RECOMPUTE, "recompute_modules": ["self_attn"]}),
-    "nemotron_h, LoRA": Run("nemotron_h", lora=LORA),
-    "nemotron_h, experts": Run("nemotron_h, experts", RECOMPUTE),
-    "granitemoehybrid": Run("granitemoehybrid", {"router_aux_loss_coef": 0.1}),
-}
-HYBRIDS = ("qwen3_5", "qwen3_5, Muon", "qwen3_5, LoRA", "qwen3_5, QLoRA", "lfm2", "nemotron_h")
-RUNS |= {
-    "pipeline: gpt2": Run("gpt2, 4 layers"),
-    "pipeline: llama": Run("llama, 4 layers", BY_OPERATION),
-    "pipeline: LoRA": Run("llama, 4 layers", lora=LORA),
-    # Some stages have nothing to train.
-    "pipeline: the last layer": Run("llama, 4 layers", lora={**LORA, "lora_target_modules": ["3.self_attn.q_proj"]}),
-    "pipeline: the first layer": Run("llama, 4 layers", lora={**LORA, "lora_target_modules": ["0.self_attn.q_proj"]}),
-    "pipeline: qwen3_moe": Run("qwen3_moe, 4 layers", {"router_z_loss_coef": 0.1}),
-}
-FEW_STAGED = ("pipeline: gpt2", "pipeline: llama", "pipeline: the last layer", "pipeline: qwen3_moe")
-STAGED_HYBRIDS = ("qwen3_5", "qwen3_5, LoRA", "lfm2", "nemotron_h")
-BESIDE_BLOCK = ("gemma4_text, experts", "gemma4_text, adapted experts")
-# Losses of pairs of answers; adapters are switched off for the reference model.
-RUNS |= {
-    "dpo": Run("llama", {"loss": "dpo"}),
-    "dpo, LoRA": Run("qwen3", {"loss": "dpo", "dpo_length_normalized": True}, LORA),
-    "dpo, adapted experts": Run("qwen3_moe", {"loss": "dpo", **RECOMPUTE}, EXPERT_LORA),
-    "kto": Run("llama", {"loss": "kto"}),
-    "kto, LoRA": Run("qwen3", {"loss": "kto", **BY_OPERATION}, LORA),
-    "orpo": Run("gpt2", {"loss": "orpo"}),
-    "simpo": Run("qwen3_moe", {"loss": "simpo", "preference_label_smoothing": 0.1}),
-}
-# Each loss, with and without adapters, where rows are whole; what differs where they are shared.
-PREFERENCES = ("dpo", "dpo, LoRA", "dpo, adapted experts", "kto", "kto, LoRA", "orpo", "simpo")
-SOME_PREFERENCES = ("dpo, LoRA", "kto", "orpo")
-GPT_OSS = ("gpt_oss", "gpt_oss, adapted experts", "gpt_oss, QLoRA")
-PIPELINE = tuple(name for name in RUNS if name.startswith("pipeline"))
-SHARED = ("qwen3_moe, shared adapters", "qwen3_moe, outer factors shared")
-# Of full weights, whose rows or heads may be divided in several ways, and of adapters.
-CONTEXT = ("llama, LoRA", "qwen3_moe")
-ALL_CONTEXT = (
-    *FAMILIES,
-    *(
-        name
-        for name, run in RUNS.items()
-        if run.model in ("llama", "qwen3", "mistral", "gpt2") and "loss" not in run.train
-    ),
-    "qwen3_moe",
-    "qwen3_moe, operation and moe_act",
-)
-# Windows, learned positions, norms over all heads, layers without a rotation, scales, pairs of answers.
-FEW_CONTEXT = ("mistral", "gpt2", "olmo2", "smollm3", "gemma4_text", "dpo, LoRA")
-# How weights are stored and updated does not depend on how rows are divided: Ulysses has the other runs.
-RING_RUNS = (*FAMILIES, "llama, LoRA", "qwen3, operation", "qwen3, QLoRA", "mistral", "gpt2", *ALL_CONTEXT[-2:])
-FEW_EXPERTS = ("qwen3_moe", "mixtral, Muon", "qwen3_moe, adapted experts")
-EXPERTS = (*FEW_EXPERTS, "qwen3_moe, outer factors shared")
-TENSOR = (
-    "llama, LoRA",
-    "qwen3, LoRA",
-    "qwen3, Muon",
-    "qwen3, tied LoRA",
-    "qwen3, QLoRA",
-    "qwen3, nvfp4",
-    "block_fp8, noise",
-    "noise",
-    "qwen3, operation",
-    "mistral",
-    "gpt2",
-    *FAMILIES,
-)
-TENSOR_EXPERTS = (
-    "qwen3_moe",
-    "mixtral, Muon",
-    "qwen3_moe, recomputed",
-    "qwen3_moe, LoRA",
-    "qwen3_moe, outer factors shared",
-)
-ALL_EXPERTS = tuple(
-    name
-    for name, run in RUNS.items()
-    if run.model in ("qwen3_moe", "mixtral")
-    and name not in (*ALL_CONTEXT[-1:], "qwen3_moe, LoRA", "qwen3_moe, adapted experts, recomputed")
-    and "loss" not in run.train
-)
-OTHER_EXPERTS = (
-    "glm4_moe",
-    "glm4_moe, QLoRA",
-    "qwen3_next",
-    "granitemoehybrid",
-    "nemotron_h, experts",
-    "deepseek_v3, experts",
-    *BESIDE_BLOCK,
-    *GPT_OSS,
-)
-SOME_EXPERTS = (
-    "qwen3_moe",
-    "qwen3_moe, operation and moe_act",
-    "gpt_oss",
-    "deepseek_v3, experts",
-    "gemma4_text, experts",
-)
-STAGED = (
-    *PIPELINE,
-    *FAMILIES,
-    "qwen3, LoRA",
-    "qwen3, Muon",
-    "qwen3, tied LoRA",
-    "qwen3, DoRA",
-    "qwen3, QLoRA",
-    "mixtral, Muon",
-    "qwen3_moe, adapted experts, recomputed",
-)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Options of section train that place a run on a number of ranks, and the names of the runs to compare there."""
+    """Options of section train that place a run on a number of ranks, and the names of the runs to compare there.
+
+    model: options of that section. num_passes: of a step on each rank.
+    """
 
     num_ranks: int
     runs: tuple[str, ...]
     train: Options
+    model: Options = field(default_factory=dict)
+    num_passes: int = verify.NUM_MICRO_BATCHES
 
 
 def _layout(num_ranks: int, runs: tuple[str, ...], **train: object) -> Layout:
@@ -301,10 +94,28 @@ GPIPE, INTERLEAVED = ({"pipeline_parallel_schedule": schedule} for schedule in (
 DDP = {"data_parallel_mode": "ddp"}
 HSDP = {"data_parallel_replicate_size": 2}
 ONE_PROCESS: Options = {"data_parallel_mode": "none"}
+UNITS = ["mlp", "Attention", "norm", "Decoder"]
 LAYOUTS: dict[str, Layout] = {
-    "ddp 2": _layout(2, (*SHARED, "dpo, LoRA", "kto"), **DDP),
+    "one rank": Layout(1, (*SPLIT, *RECOMPUTED), ONE_PROCESS, num_passes=NUM_BINS),
+    "fsdp 1": _layout(1, SPLIT[:2]),
+    "ddp 2": _layout(
+        2, (*SPLIT, "qwen3_moe, operation", "qwen3, operation", "qwen3, mlp", *SHARED, "dpo, LoRA", "kto"), **DDP
+    ),
+    "ddp 4": _layout(4, SPLIT, **DDP),
     # "ulysses 2" shards the parameters of all families, too.
-    "fsdp 2": _layout(2, (*SHARED, *PREFERENCES, "qwen3", "qwen3_next, LoRA", "gpt_oss")),
+    "fsdp 2": _layout(
+        2,
+        (
+            *(*SPLIT, *RECOMPUTED, *SPLIT_LORA, "qwen3_moe, recomputed", "qwen3_moe, operation"),
+            *(*SHARED, *PREFERENCES, "qwen3", "qwen3_next, LoRA", "gpt_oss"),
+        ),
+    ),
+    "fsdp 2, a bin in each pass": replace(_layout(2, SPLIT), num_passes=NUM_BINS // 2),
+    "fsdp 2, kept": _layout(2, (*SPLIT, *RECOMPUTED), enable_full_shard=False),
+    # Offloading is refused on the CPU, which it does nothing for.
+    "fsdp 2, offloaded": _layout(2, (*SPLIT[:3], *RECOMPUTED), enable_cpu_offload=True),
+    "fsdp 2, further units": replace(_layout(2, ("qwen3",)), model={"basic_modules": UNITS}),
+    "fsdp 4": _layout(4, SPLIT),
     "ulysses 2": _layout(
         2,
         (
@@ -378,18 +189,18 @@ LAYOUTS: dict[str, Layout] = {
     "tp 2, ring 2": _layout(4, ("gpt2", "qwen3_moe", "kto, LoRA"), **TP, **RING),
     "tp 2, fsdp 2, ep 4": _layout(4, ("qwen3_moe",), **TP, expert_parallel_size=4),
     "tp 2, fsdp 2, ep 2": _layout(4, ("qwen3_moe", "mixtral, Muon", "gpt_oss"), **TP, **EP),
-    "hsdp 2": _layout(4, SHARED, **HSDP),
-    "ulysses 4": _layout(4, (*CONTEXT, "qwen3"), ulysses_parallel_size=4),
-    "dp 2, ulysses 2": _layout(4, CONTEXT, **ULYSSES),
+    "hsdp 2": _layout(4, (*SPLIT, *SPLIT_LORA, *SHARED), **HSDP),
+    "ulysses 4": _layout(4, (FULL, "qwen3"), ulysses_parallel_size=4),
+    "dp 2, ulysses 2": _layout(4, (FULL,), **ULYSSES),
     "dp 2, ulysses 2, none": _layout(4, CONTEXT, **ULYSSES, cp_fsdp_mode="none"),
-    "dp 2, ulysses 2, ddp": _layout(4, CONTEXT, **ULYSSES, **DDP),
-    "hsdp 2, ulysses 2": _layout(4, CONTEXT, **ULYSSES, **HSDP),
-    "ring 4": _layout(4, CONTEXT, ringattn_parallel_size=4),
-    "dp 2, ring 2": _layout(4, CONTEXT, **RING),
-    "dp 2, ring 2, ddp": _layout(4, CONTEXT, **RING, **DDP),
+    "dp 2, ulysses 2, ddp": _layout(4, (ADAPTED,), **ULYSSES, **DDP),
+    "hsdp 2, ulysses 2": _layout(4, (FULL,), **ULYSSES, **HSDP),
+    "ring 4": _layout(4, (ADAPTED,), ringattn_parallel_size=4),
+    "dp 2, ring 2": _layout(4, (ADAPTED,), **RING),
+    "dp 2, ring 2, ddp": _layout(4, (FULL,), **RING, **DDP),
     "ring 2, ulysses 2": _layout(4, (*CONTEXT, *FEW_CONTEXT), **RING, **ULYSSES),
-    "ring 2, ulysses 2, ulysses_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ulysses_only"),
-    "ring 2, ulysses 2, ring_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ring_only"),
+    "ring 2, ulysses 2, ulysses_only": _layout(4, (ADAPTED,), **RING, **ULYSSES, cp_fsdp_mode="ulysses_only"),
+    "ring 2, ulysses 2, ring_only": _layout(4, (FULL,), **RING, **ULYSSES, cp_fsdp_mode="ring_only"),
     "ep 4": _layout(4, (*EXPERTS, "deepseek_v3, experts", *GPT_OSS[:2]), expert_parallel_size=4),
     "ep 2, fsdp 2": _layout(4, (*EXPERTS, "qwen3_moe, shared adapters", "glm4_moe, adapted experts"), **EP),
     "ep 2 outside, fsdp 2": _layout(4, FEW_EXPERTS, **EP, ep_outside=True),
@@ -397,7 +208,6 @@ LAYOUTS: dict[str, Layout] = {
     "dp 2, ulysses 2, ep 2": _layout(4, FEW_EXPERTS, **EP, **ULYSSES),
     "dp 2, ring 2, ep 4": _layout(4, FEW_EXPERTS[::2], **RING, expert_parallel_size=4),
 }
-RUNS |= {name: Run(*each) for name, each in IMAGE_RUNS.items()}
 LAYOUTS |= {name: replace(LAYOUTS[name], runs=(*LAYOUTS[name].runs, *runs)) for name, runs in IMAGE_LAYOUTS.items()}
 
 
@@ -470,18 +280,31 @@ def steps(
         change(engine)
     if config.lora.enable_aqn:
         AdaptiveNoise(engine.model.module, alpha=config.lora.aqn_alpha, seed=0).set_step(1)
+    architecture = verify.read_verified(config)
+    if config.train.data_parallel_mode == "ddp" and verify.preference_loss(config) is None:
+        # Only then does DistributedDataParallel lay its buckets out, and gradients into them.
+        sizes = architecture.config.vocab_size, config, engine.model.mesh, architecture.images
+        engine.forward_backward(verify.batches_of(0, num_bins, *sizes)[:1], cross_entropy)
+        engine.zero_grad()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "NUM_STEPS", num_steps)
-        return verify.take_steps(engine, config, verify.read_verified(config), num_bins)
+        return verify.take_steps(engine, config, architecture, num_bins)
 
 
-def run_in_layout(folder: Path, run: Run, train: Options, *, num_steps: int | None = None) -> Result:
-    """The steps of a run in a layout. One ring exchanges the heads in several parts, as large models do."""
-    config = run_config(folder, run.model, {**train, **run.train}, run.lora)
-    if train == ONE_PROCESS:
-        return steps(one_process(config))
+def alone(folder: Path, run: Run) -> Result:
+    """The steps of a run in one process."""
+    return steps(one_process(run_config(folder, run.model, {**ONE_PROCESS, **run.train}, run.lora)))
+
+
+def run_in_layout(folder: Path, run: Run, layout: Layout, *, num_steps: int | None = None) -> Result | None:
+    """The steps of a run in a layout, on rank 0. One ring exchanges the heads in several parts, as large models do."""
+    config = run_config(folder, run.model, {**layout.train, **run.train}, run.lora, layout.model)
     dims = mesh_for(config).dims
     with pytest.MonkeyPatch.context() as patch:
         if dims.ring == dims.world_size == 2:
             patch.setattr(ring, "MIN_PART_ELEMENTS", 1)
-        return steps(config, num_steps=num_steps)
+        if config.train.enable_cpu_offload:
+            patch.setattr(model, "_require_device", lambda *_: None)
+        patch.setattr(verify, "NUM_MICRO_BATCHES", layout.num_passes)
+        found = steps(config, num_steps=num_steps)
+    return found if runtime.global_rank() == 0 else None

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 
 import torch
 import torch._inductor.lowering  # compilation would import it in each rank
@@ -10,8 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.models import Decoder
+from xorl.core.models import Decoder, spec_for
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
+from xorl.data import PackedBatch
+from xorl.data.batch import Column, Document, collate
+from xorl.train.engine import Engine
 
 LAYOUTS = {
     # name: (mode, ranks, shard size, replicate size, reshard after forward)
@@ -37,6 +41,9 @@ RECOMPUTE = {
     "reentrant": ("layer", True, None),
     "mlp": (("mlp",), False, None),
 }
+# For losses of policy gradients: log-probabilities near those of 64 equal tokens, and advantages.
+EXTRAS = ("logprobs", "advantages", "ref_logprobs")
+OFFSETS = torch.tensor([[-4.2], [0.0], [-4.2]])
 
 
 def num_ranks(layout: str) -> int:
@@ -63,6 +70,46 @@ def place(model: Decoder, layout: str, recompute: str = "none", **policy: object
         **policy,
     )
     return parallelize(model, mesh_of(dims), whole_policy, device=torch.device("cpu"), fill=fill)
+
+
+def placed(
+    hf_config: Mapping[str, object],
+    layout: str,
+    recompute: str = "none",
+    *,
+    dtype: torch.dtype = torch.float32,
+    **policy: object,
+) -> ParallelModel:
+    """The decoder of such a config.json, with parameters in a dtype, placed on this job's ranks."""
+    spec = spec_for(hf_config)
+    with torch.device("meta"):
+        model = spec.build(spec.config_from_hf(hf_config), merge_qkv=True).to(dtype)
+    model.compute_dtype = dtype
+    return place(model, layout, recompute, **policy)
+
+
+def batches_of(engine: Engine, num_bins: int, num_together: int) -> list[PackedBatch]:
+    """This rank's passes of a step over bins of documents of unequal lengths, with unequal numbers of trained tokens.
+
+    num_together: of the bins in a pass.
+    """
+    generator = torch.Generator().manual_seed(7)
+    bins = []
+    for index in range(num_bins):
+        documents = []
+        for length in (3 + index, 5, 2 + index % 4):
+            ids = torch.randint(0, 64, (length,), generator=generator)
+            labels = torch.where(torch.rand(length, generator=generator) < index / num_bins, -100, ids)
+            noise = torch.randn(len(EXTRAS), length, generator=torch.Generator().manual_seed(100 * index + length))
+            extras = dict(zip(EXTRAS, (noise + OFFSETS).numpy(), strict=True))
+            documents.append(Document(ids.numpy(), labels.numpy(), extras))
+        bins.append(documents)
+    mesh, columns = engine.model.mesh, dict.fromkeys(EXTRAS, Column())
+    own = bins[mesh.data.rank :: mesh.data.size]
+    return [
+        collate(list(chain.from_iterable(own[start : start + num_together])), pad_to_multiple_of=8, columns=columns)
+        for start in range(0, len(own), num_together)
+    ]
 
 
 def mesh_of(dims: ParallelDims) -> Mesh:
