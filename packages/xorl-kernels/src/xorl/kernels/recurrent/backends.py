@@ -132,8 +132,8 @@ def _load_triton() -> RecurrenceFns:
 
 
 def _triton_refusal(request: RecurrenceRequest) -> str | None:
-    if request.heads is not None:
-        return "it has no gated delta rule"
+    if request.states is None:
+        return "it is for state spaces"
     return triton_refusal(request.device_type) or missing_device(request.device_type)
 
 
@@ -144,7 +144,7 @@ def _batched_refusal(request: RecurrenceRequest) -> str | None:
 
 
 RECURRENCES: Registry[RecurrenceRequest, RecurrenceFns] = Registry(
-    "recurrence", RecurrenceRequest, preference=("fla", "batched", "plain")
+    "recurrence", RecurrenceRequest, preference=("fla", "triton", "batched", "plain")
 )
 RECURRENCES.register(
     Backend("plain", load=lambda: PLAIN_RECURRENCE, refusal=lambda request: missing_device(request.device_type))

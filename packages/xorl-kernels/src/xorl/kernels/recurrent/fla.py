@@ -37,7 +37,7 @@ from triton.runtime import Autotuner
 
 from xorl.kernels.fused.rms_norm import add_rms_norm
 from xorl.kernels.layout import SequenceLayout
-from xorl.kernels.recurrent import batched
+from xorl.kernels.recurrent import space_triton
 from xorl.kernels.recurrent.backends import RecurrenceFns
 from xorl.kernels.recurrent.causal_conv import Activation
 from xorl.kernels.recurrent.delta_triton import CHUNK_TOKENS, chunk_gradients
@@ -375,4 +375,4 @@ def _differentiate_norm(ctx: _Context, grad: Tensor, _: Tensor) -> tuple[Tensor 
 _gated_norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
 
 # The library has no state space with groups, so that is computed in torch.
-FUNCTIONS = RecurrenceFns(gated_delta, causal_conv, unit_norm, gated_norm, batched.state_space)
+FUNCTIONS = RecurrenceFns(gated_delta, causal_conv, unit_norm, gated_norm, space_triton.state_space)

@@ -28,8 +28,9 @@ from xorl.kernels.recurrent.recurrence import checked_states, define
 from xorl.kernels.recurrent.state_space import check_inputs, count_flops
 
 CHUNK_TOKENS = 64
-# Channels that a program has at once.
+# Channels that a program has at once, and the fewest: with 16, Triton 3.6 computes wrong products on Hopper.
 BLOCK = 64
+MIN_BLOCK = 32
 # Of states, in the kernel that has the most accumulators.
 BLOCK_DIFFERENTIATED = 32
 
@@ -82,7 +83,7 @@ class _Sizes:
 
     @property
     def constants(self) -> dict[str, int]:
-        block_k, block_v = (min(BLOCK, max(16, power_of_2(size))) for size in (self.state_dim, self.head_dim))
+        block_k, block_v = (min(BLOCK, max(MIN_BLOCK, power_of_2(size))) for size in (self.state_dim, self.head_dim))
         return {
             "num_heads": self.num_heads,
             "num_groups": self.num_groups,
