@@ -133,7 +133,7 @@ def test_norms_are_those_of_plain_torch(num_channels: int) -> None:
 
 
 # Heads, groups, channels of a head and of its states.
-SPACES = [(4, 2, 64, 128), (8, 1, 32, 16), (16, 8, 64, 256), (4, 1, 16, 32), (6, 2, 80, 96)]
+SPACES = [(4, 2, 64, 128), (8, 1, 32, 16), (16, 8, 64, 256), (4, 1, 16, 32), (4, 2, 24, 48), (6, 2, 80, 96)]
 
 
 @pytest.mark.parametrize("name", ["batched", "triton"])

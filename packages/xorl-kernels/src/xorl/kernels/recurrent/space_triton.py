@@ -28,9 +28,10 @@ from xorl.kernels.recurrent.recurrence import checked_states, define
 from xorl.kernels.recurrent.state_space import check_inputs, count_flops
 
 CHUNK_TOKENS = 64
-# Channels that a program has at once, and the fewest: with 16, Triton 3.6 computes wrong products on Hopper.
+# Channels that a program has at once, and the fewest of states. On Hopper, Triton 3.6 computes wrong products with fewer
+# channels of a head than of its states, so heads have whole blocks.
 BLOCK = 64
-MIN_BLOCK = 32
+MIN_BLOCK_OF_STATES = 32
 # Of states, in the kernel that has the most accumulators.
 BLOCK_DIFFERENTIATED = 32
 
@@ -83,15 +84,14 @@ class _Sizes:
 
     @property
     def constants(self) -> dict[str, int]:
-        block_k, block_v = (min(BLOCK, max(MIN_BLOCK, power_of_2(size))) for size in (self.state_dim, self.head_dim))
         return {
             "num_heads": self.num_heads,
             "num_groups": self.num_groups,
             "state_dim": self.state_dim,
             "head_dim": self.head_dim,
             "LENGTH": CHUNK_TOKENS,
-            "BLOCK_K": block_k,
-            "BLOCK_V": block_v,
+            "BLOCK_K": min(BLOCK, max(MIN_BLOCK_OF_STATES, power_of_2(self.state_dim))),
+            "BLOCK_V": BLOCK,
         }
 
     def pass_states(
