@@ -84,11 +84,11 @@ class ModelFields(Section):
     recurrence_implementation: RecurrenceBackend = Field(
         default="auto",
         description="Kernels of layers with a recurrence: gated delta nets, state spaces and short convolutions. auto "
-        "picks fla if it can run here, else triton or batched on GPUs and plain on CPUs, and logs the choice. A backend "
-        "named explicitly is used, or the run stops with an error. plain is torch, which is correct everywhere and slow "
-        "on GPUs; batched is also torch, but computes convolutions and state spaces of all documents at once; triton is "
-        "batched with Triton kernels for state spaces; fla uses these and the library fla-core for all else, in bf16 on "
-        "Hopper GPUs. All but plain are compared with it at the start of each run.",
+        "picks fla if it can run here, else triton or batched on GPUs and plain on CPUs, and logs the choice. A "
+        "backend named explicitly is used, or the run stops with an error. plain is torch, which is correct "
+        "everywhere and slow on GPUs; batched is also torch, but computes convolutions and state spaces of all "
+        "documents at once; triton is batched with Triton kernels for state spaces; fla uses these and the library "
+        "fla-core for all else, in bf16 on Hopper GPUs. All but plain are compared with it at the start of each run.",
     )
     moe_implementation: ExpertBackend | None = Field(
         default=None,

@@ -28,8 +28,8 @@ from xorl.kernels.recurrent.recurrence import checked_states, define
 from xorl.kernels.recurrent.state_space import check_inputs, count_flops
 
 CHUNK_TOKENS = 64
-# Channels that a program has at once, and the fewest of states. On Hopper, Triton 3.6 computes wrong products with fewer
-# channels of a head than of its states, so heads have whole blocks.
+# Channels that a program has at once, and the fewest of states. On Hopper, Triton 3.6 computes wrong products with
+# blocks of fewer channels of a head than of its states, so heads have whole blocks.
 BLOCK = 64
 MIN_BLOCK_OF_STATES = 32
 # Of states, in the kernel that has the most accumulators.
