@@ -81,24 +81,24 @@ def test_the_text_model_is_that_of_transformers_on_text_alone(label: str, rename
             assert error <= GRADIENT_TOLERANCE_OF.get(label, 1e-4), source
 
 
+def export(base: Path, folder: Path, *, arranges: bool = False, **options: object) -> Rest:
+    """Writes the text model of a folder with the tensors of the other parts; returns these."""
+    decoder, architecture = load(base)
+    rest = Rest.of(architecture)
+    options |= {"hf_config": architecture.hf_config, "rename": rest.in_file}
+    options |= {"arrange": rest.arrange} if arranges else {}
+    with rest.groups() as copied:
+        recipes = architecture.recipes(merge_qkv=True)
+        export_hf(dict(decoder.named_parameters()), recipes, folder, copied=copied, **options)
+    return rest
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("label", "renamed"), FOLDERS)
 def test_a_folder_returns_bit_for_bit(label: str, renamed: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     """Catches tensors of other parts that are dropped, cast or renamed, and a config.json of the text model alone."""
     base = write_composite(label, tmp_path / "base", renamed=renamed)
-    decoder, architecture = load(base)
-    rest = Rest.of(architecture)
-    with rest.groups() as copied:
-        export_hf(
-            dict(decoder.named_parameters()),
-            architecture.recipes(merge_qkv=True),
-            tmp_path / "ours",
-            hf_config=architecture.hf_config,
-            dtype=dtype,
-            max_shard_bytes=60e3,
-            rename=rest.in_file,
-            copied=copied,
-        )
+    rest = export(base, tmp_path / "ours", dtype=dtype, max_shard_bytes=60e3)
     wanted = read_folder(base)
     assert any("vision" in name or "visual" in name for name in rest.unused)
     cast = {
@@ -126,18 +126,7 @@ def test_experts_return_as_they_were_read(is_stacked: bool, tmp_path: Path) -> N
             tensors[f"{layer}.down_proj"] = torch.stack([e["down"] for e in of_experts])
     tensors |= {"mtp.fc.weight": torch.randn(3, 5), "mtp.layers.0.mlp.experts.gate_up_proj": torch.randn(2, 4, 3)}
     save_folder(base, tensors)
-    decoder, architecture = load(base)
-    rest = Rest.of(architecture)
-    with rest.groups() as copied:
-        export_hf(
-            dict(decoder.named_parameters()),
-            architecture.recipes(merge_qkv=True),
-            tmp_path / "ours",
-            hf_config=architecture.hf_config,
-            rename=rest.in_file,
-            arrange=rest.arrange,
-            copied=copied,
-        )
+    export(base, tmp_path / "ours", arranges=True)
     require_same(read_folder(tmp_path / "ours"), tensors)
 
 
@@ -154,11 +143,7 @@ def test_a_run_trains_the_text_and_copies_the_rest(
         (base / name).write_text(content)
     write_rows(tmp_path / "train.jsonl", 24)
     values = run_values(
-        tmp_path,
-        tmp_path / "output",
-        model={"model_path": str(base)},
-        data_parallel_mode=mode,
-        max_steps=2,
+        tmp_path, tmp_path / "output", model={"model_path": str(base)}, data_parallel_mode=mode, max_steps=2
     )
     loaded = config_from_mapping(values)
     assert run_ranks(lambda: run_training(loaded), num_ranks) == [0] * num_ranks

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
+from hf_cases import gradients_of, to_hf
 from image_models import (
     COMPOSED_DOCUMENTS,
     GRID,
@@ -18,6 +18,7 @@ from image_models import (
     packed,
 )
 from xorl.core.models import Decoder, spec_for
+from xorl.core.models.recipes import WeightRecipe
 from xorl.lora.peft import InMemoryTensors
 from xorl.train.images import image_flops_of
 
@@ -46,7 +47,7 @@ TEXTS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def compare(model: transformers.PreTrainedModel, decoder: Decoder, recipes: Mapping[str, object]) -> None:
+def compare(model: transformers.PreTrainedModel, decoder: Decoder, recipes: Mapping[str, WeightRecipe]) -> None:
     """Raises unless logits and gradients of packed documents are those of transformers, one document at a time."""
     wanted = torch.cat([composed_logits(model, document) for document in COMPOSED_DOCUMENTS])
     ids, layout, options = packed(COMPOSED_DOCUMENTS)
@@ -56,20 +57,15 @@ def compare(model: transformers.PreTrainedModel, decoder: Decoder, recipes: Mapp
     (wanted * weight).sum().backward()
     (found * weight).sum().backward()
     theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
-    ours: dict[str, list[Tensor]] = {}
-    for name, parameter in decoder.named_parameters():
-        assert parameter.grad is not None, name
-        for source, part in recipes[name].split(parameter.grad).items():
-            ours.setdefault(source, []).append(part)
+    ours = to_hf(recipes, gradients_of(decoder))
     unused = {name for name, gradient in theirs.items() if gradient is None or not gradient.any()}
     assert all(".vision_tower." in name for name in theirs.keys() - ours.keys() if ".experts." not in name)
     assert theirs.keys() - ours.keys() <= {*unused, *(name for name in theirs if ".experts." in name)}
     for name in ours.keys() & theirs.keys():
         gradient = theirs[name]
-        assert gradient is not None
         # The gradient of biases of keys is zero but for rounding, as they add the same to all scores of a query.
         limit = ROUNDING if name.endswith("k_proj.bias") else GRADIENT_TOLERANCE * gradient.norm()
-        assert (torch.cat(ours[name]) - gradient).norm() <= limit, name
+        assert (ours[name] - gradient).norm() <= limit, name
 
 
 @pytest.mark.parametrize("tower", ["clip", "siglip"])

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from hf_cases import gradients_of, to_hf
 from image_models import (
     DOCUMENTS,
     IMAGE,
@@ -49,16 +50,10 @@ def test_packed_documents_are_those_of_transformers_alone(backend: str, tied: bo
     (wanted * weight).sum().backward()
     (found * weight).sum().backward()
     theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
-    ours: dict[str, list[Tensor]] = {}
-    for name, parameter in decoder.named_parameters():
-        assert parameter.grad is not None, name
-        for source, part in recipes[name].split(parameter.grad).items():
-            ours.setdefault(source, []).append(part)
+    ours = to_hf(recipes, gradients_of(decoder))
     assert ours.keys() == theirs.keys()
-    for name, parts in ours.items():
-        gradient = theirs[name]
-        assert gradient is not None
-        assert (torch.cat(parts) - gradient).norm() < GRADIENT_TOLERANCE * gradient.norm(), name
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() < GRADIENT_TOLERANCE * gradient.norm(), name
 
 
 ALONE = (

@@ -407,14 +407,7 @@ CASES += [
     Case(
         "GptOssForCausalLM",
         "no biases, tied",
-        {
-            **CLAMPED,
-            **PATTERN,
-            **NO_PADDING,
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-            "swiglu_limit": 1.1,
-        },
+        {**CLAMPED, **PATTERN, **NO_PADDING, "attention_bias": False, "tie_word_embeddings": True, "swiglu_limit": 1.1},
     ),
 ]
 CASES += [Case(*variant) for variant in recurrent_variants(EPS, GATED)]
@@ -455,3 +448,20 @@ def make_rows() -> tuple[Tensor, Tensor]:
     labels = torch.cat([torch.cat((row[1:], torch.tensor([-100]))) for row in ids.split(LENGTHS)])
     labels[5:9] = -100
     return ids, labels
+
+
+def to_hf(recipes: Mapping[str, WeightRecipe], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Native tensors (weights or gradients) under the names of transformers."""
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        for source, part in recipes[name].split(tensor).items():
+            parts.setdefault(source, []).append(part)
+    dims = {source: recipe.join_dim for recipe in recipes.values() for source in recipe.sources}
+    return {
+        source: found[0] if len(found) == 1 else torch.cat(found, dim=dims[source] or 0)
+        for source, found in parts.items()
+    }
+
+
+def gradients_of(decoder: Decoder) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in decoder.named_parameters() if parameter.requires_grad}
