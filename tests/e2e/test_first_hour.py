@@ -62,11 +62,7 @@ lora:
   enable_aqn: false
   aqn_alpha: 0.5
 """
-LORA, QLORA, MUON = (
-    ["--lora.enable_lora", "true"],
-    ["--lora.enable_qlora", "true"],
-    ["--train.optimizer", "muon"],
-)
+LORA, QLORA, MUON = (["--lora.enable_lora", "true"], ["--lora.enable_qlora", "true"], ["--train.optimizer", "muon"])
 NO_EVALUATION = ["--data.test_datasets", "[]"]
 TWO_RANKS = ["--nproc-per-node", "2"]
 COMMAND_LINES: dict[str, list[str]] = {
@@ -76,7 +72,6 @@ COMMAND_LINES: dict[str, list[str]] = {
     "QLoRA with noise": [*QLORA, "--lora.enable_aqn", "true"],
     "muon": [*MUON, "--train.lr_decay_style", "cosine"],
     "LoRA by muon": [*LORA, *MUON],
-    "no evaluation": NO_EVALUATION,
     "LoRA, no evaluation, clipped": [*LORA, *NO_EVALUATION, "--train.max_grad_norm", "0.5"],
     "replicated, profiled": ["--train.data_parallel_mode", "ddp", "--train.enable_profiling", "true"],
     "two ranks": [*TWO_RANKS, "--train.enable_gradient_checkpointing", "false"],
@@ -85,7 +80,7 @@ WITHOUT_EFFECT = {
     "full weights": {"train.muon_lr", "lora.lora_rank", "lora.quant_format", "lora.aqn_alpha", "train.wandb_project"},
     "LoRA": {"train.muon_lr", "lora.quant_format", "train.no_decay_modules norm (matches only frozen parameters)"},
     "QLoRA": {"train.muon_lr", "lora.aqn_alpha", "train.reshard_after_forward"},
-    "no evaluation": {"train.eval_steps"},
+    "LoRA, no evaluation, clipped": {"train.eval_steps"},
     "replicated, profiled": {"train.reshard_after_forward"},
 }
 

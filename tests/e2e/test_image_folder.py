@@ -144,7 +144,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, object], str]] = {
     "nothing": (
         {"freeze_projectors": True, "freeze_decoder": True},
         r"train\.freeze_decoder: true, like .* nothing is trained",
-    ),
+    )
 }
 
 

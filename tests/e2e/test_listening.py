@@ -13,6 +13,7 @@ import pytest
 from listening import listeners, poison
 from ports import free_port
 from tiny_runs import write_quickstart_run
+from xorl.train.watchdog import INTERVAL_S
 
 LIMIT_S = 120.0
 
@@ -81,7 +82,7 @@ def test_the_store_of_several_hosts_listens_on_one_interface_and_unpickles_nothi
     assert [(each.address, each.port) for each in found if each.pid == launchers[0].pid] == [("127.0.0.1", port)]
     assert [each for each in found if not each.is_loopback] == []
     assert poison(found, tmp_path / "run") == [("127.0.0.1", port)]
-    time.sleep(5.0)  # the watchdog has read it
+    time.sleep(INTERVAL_S + 1.0)  # the watchdog has read it
     for launcher in launchers:
         launcher.send_signal(signal.SIGTERM)
     assert all(launcher.wait(LIMIT_S) != 0 for launcher in launchers)

@@ -18,7 +18,6 @@ from xorl.train.export.source import open_saved
 from xorl.train.run import run_training
 
 NUM_STEPS = 4
-SAVES = {"save_epochs": 0.0, "save_steps": 2}
 WEIGHTS = "adapter_model.safetensors"
 MEMBERS: dict[str, dict[str, object]] = {
     "small": {"lora_rank": 2, "lora_alpha": 4.0, "lr": 0.01, "seed": 7},

@@ -12,7 +12,7 @@ from xorl.train import build_run, train
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG, ROWS = ROOT / "configs" / "quickstart_vision.yaml", ROOT / "configs" / "quickstart_vision"
-NUM_STEPS = 160
+NUM_STEPS = 120
 
 
 def whole_answers(folder: Path, *overrides: str) -> float:

@@ -54,32 +54,54 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
             service.stop()
 
 
-@pytest.fixture(scope="session")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+# Those that modules share, by name. They take 4 % of a core while nobody calls them.
+SHARED: dict[str, Service] = {}
+
+
+def stop_shared() -> None:
+    while SHARED:
+        _, service = SHARED.popitem()
+        if service.process is not None and service.process.poll() is None:
+            service.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if nextitem is None or HERE not in nextitem.path.parents:
+        stop_shared()
+
+
+def pytest_sessionfinish() -> None:
+    stop_shared()  # also where the first failure ends the session
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
     """The quickstart's service: adapters over a tiny model in fp32, two CPU ranks, loopback, no key.
 
     Modules share it; one that needs another, or does worse to it than to stop and start it, has a fixture of its own.
     """
-    service = launch(tmp_path_factory.mktemp("shared_service"), QUICKSTART, (), {})
-    service.start()
-    yield service
-    if service.process is not None and service.process.poll() is None:
-        service.stop()
+    if "service" not in SHARED:
+        SHARED["service"] = launch(tmp_path_factory.mktemp("shared_service"), QUICKSTART, (), {})
+        SHARED["service"].start()
+    return SHARED["service"]
 
 
-@pytest.fixture(scope="session")
-def chat_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+@pytest.fixture(scope="module")
+def chat_service(tmp_path_factory: pytest.TempPathFactory) -> Service:
     """The quickstart's service on one rank, with a chat template that knows tools."""
+    if "chat" in SHARED:
+        return SHARED["chat"]
     folder = tmp_path_factory.mktemp("chat_service")
     tokenizer = folder / "tokenizer"
     shutil.copytree(ROOT / "configs" / "quickstart", tokenizer)
     config = json.loads((tokenizer / "tokenizer_config.json").read_text())
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    service = launch(folder, QUICKSTART, (), {"tokenizer_path": tokenizer, "data_parallel_replicate_size": 1})
-    service.start()
-    yield service
-    if service.process is not None and service.process.poll() is None:
-        service.stop()
+    options = {"tokenizer_path": tokenizer, "data_parallel_replicate_size": 1}
+    SHARED["chat"] = launch(folder, QUICKSTART, (), options)
+    SHARED["chat"].start()
+    return SHARED["chat"]
 
 
 @pytest.fixture

@@ -296,10 +296,7 @@ def test_every_call_of_the_other_client(service: Service) -> None:
     assert training.list_inference_endpoints().result().count == 0
     killed = training.kill_session(save_checkpoint=True).result()
     assert killed.success
-    for create in (
-        client.create_training_client_from_state_with_optimizer,
-        client.create_training_client_from_state,
-    ):
+    for create in (client.create_training_client_from_state_with_optimizer, client.create_training_client_from_state):
         again = create(killed.checkpoint_path)
         assert again.forward(data, "causallm_loss").result().metrics["loss:sum"] == here
     assert again.delete_checkpoint_from_xorl_path("xorl://other/weights/two").result().success

@@ -112,10 +112,7 @@ def test_a_conversation_is_rendered_with_the_models_template(client, service: Se
     assert {len(one.top_logprobs) for one in choice.logprobs.content} == {2}
     streamed = client.chat.completions.create(**chat, stream=True, extra_body={"chat_template_kwargs": {"mood": "!"}})
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == choice.message.content
-    for refused in (
-        {"extra_body": {"min_p": 0.5}},
-        {"extra_body": {"chat_template_kwargs": {"other": 1}}},
-    ):
+    for refused in ({"extra_body": {"min_p": 0.5}}, {"extra_body": {"chat_template_kwargs": {"other": 1}}}):
         name = next(iter(refused.get("extra_body", refused)))
         with pytest.raises(openai.BadRequestError, match=name):
             client.chat.completions.create(**chat, **refused)

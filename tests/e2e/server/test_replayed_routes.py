@@ -32,13 +32,11 @@ def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory, family: str)
     shape = json.loads((ROOT / "configs" / "quickstart" / "config.json").read_text())
     names = ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id", "max_position_embeddings")
     shape = hf_config(
-        family,
-        num_hidden_layers=3,
-        **FAMILIES[family][0],
-        **{name: shape[name] for name in names if name in shape},
+        family, num_hidden_layers=3, **FAMILIES[family][0], **{name: shape[name] for name in names if name in shape}
     )
     folder: Path = write_config(tmp_path_factory.mktemp("mixture"), shape)
-    return serve(config_path=folder)
+    # Routes are gathered from two ranks in one family.
+    return serve(config_path=folder, data_parallel_replicate_size=2 if family == "qwen3_moe" else 1)
 
 
 @in_a_child

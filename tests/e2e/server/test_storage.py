@@ -11,7 +11,7 @@ MODEL = "xorl/quickstart"
 @pytest.fixture(scope="module")
 def service(serve: Serve) -> Service:
     # A checkpoint to train on takes about 930 KB.
-    return serve(storage_limit="1.5MB")
+    return serve(storage_limit="1.5MB", data_parallel_replicate_size=1)
 
 
 @in_a_child
