@@ -358,11 +358,7 @@ def test_a_sample_in_json_has_all_that_was_asked_for(client, orchestrator):
     asked = {"topk_prompt_logprobs": 2, "topk_sample_logprobs": 1, "target_prompt_logprobs": given}
     body = {"prompt": {"input_ids": [1, 2, 3]}, "sampling_params": {"max_tokens": 2}, **asked}
     result = result_of(client, client.post("/api/v1/asample", json=body))
-    assert result["topk_prompt_logprobs"] == [
-        None,
-        [[2, -2 / 64], [3, -3 / 64]],
-        [[3, -3 / 64], [4, -4 / 64]],
-    ]
+    assert result["topk_prompt_logprobs"] == [None, [[2, -2 / 64], [3, -3 / 64]], [[3, -3 / 64], [4, -4 / 64]]]
     assert result["target_prompt_logprobs"] == {
         "data": [-3 / 64, 0.0, -5 / 64, -6 / 64],
         "dtype": "float32",

@@ -63,10 +63,7 @@ def test_a_checkpoint_is_kept_for_a_hundred_years_at_most_or_for_ever(client, or
     """Catches a time that no date can name, and a refused number that later calls wait for."""
     saving = {"model_id": "m", "seq_id": 4, "path": "long", "ttl_seconds": 10**12}
     setting = "/api/v1/training_runs/m/checkpoints/weights/long/ttl"
-    for answer in (
-        client.post("/api/v1/save_weights", json=saving),
-        client.put(setting, json={"ttl_seconds": 4e9}),
-    ):
+    for answer in (client.post("/api/v1/save_weights", json=saving), client.put(setting, json={"ttl_seconds": 4e9})):
         assert answer.status_code == 400, answer.text
         assert "at most 3153600000, or left out" in answer.json()["detail"]
     assert orchestrator.submits == []

@@ -98,7 +98,7 @@ COMPOSITES: Mapping[str, tuple[str, Mapping[str, object], Mapping[str, object]]]
 }
 # Their experts have other names in transformers' memory than in files.
 MIXTURES: Mapping[str, tuple[str, Mapping[str, object], Mapping[str, object]]] = {
-    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {**_DELTA, **_EXPERTS}, _QWEN_IMAGES),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {**_DELTA, **_EXPERTS}, _QWEN_IMAGES)
 }
 
 

@@ -56,9 +56,7 @@ class Machine:
 
 
 @contextmanager
-def recorded(
-    see: Callable[[triton.JITFunction, dict[str, object]], None] | None = None,
-) -> Iterator[list[Launch]]:
+def recorded(see: Callable[[triton.JITFunction, dict[str, object]], None] | None = None) -> Iterator[list[Launch]]:
     """Record launches without running them, and call `see(kernel, arguments by name)` for each."""
     launches: list[Launch] = []
 

@@ -157,11 +157,7 @@ class OneGlooDevice(ProcessGroupGloo):
 
 def run_rank(function: Callable[[], object], rank: int, world_size: int, port: int, file: Path) -> None:
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     # A forked child must not touch the thread pool that its parent started.
     torch.set_num_threads(1)

@@ -13,13 +13,9 @@ from xorl.config.options import ENTRIES, all_options
 from xorl.config.unsupported import UNSUPPORTED, UnsupportedValues, unsupported_values
 
 # A refused value of each option whose row says "anything but the default", where it cannot be guessed from the type.
-EXAMPLES: dict[str, object] = {
-    "model.encoders": {"video": {"model_path": "a"}},
-}
+EXAMPLES: dict[str, object] = {"model.encoders": {"video": {"model_path": "a"}}}
 # What else is needed so that a value is wrong for no other reason.
-COMPANIONS: dict[str, dict[str, Any]] = {
-    "lora.save_lora_only": {"lora": {"enable_lora": True}},
-}
+COMPANIONS: dict[str, dict[str, Any]] = {"lora.save_lora_only": {"lora": {"enable_lora": True}}}
 
 
 def refused_examples() -> list[tuple[str, object]]:

@@ -38,7 +38,6 @@ def model(request: pytest.FixtureRequest) -> ParallelModel:
     return place(getattr(request, "param", HF_CONFIG))
 
 
-dense_or_experts = pytest.mark.parametrize("model", [HF_CONFIG, MIXTURE], ids=["dense", "experts"], indirect=True)
 with_a_cap = pytest.mark.parametrize(
     "model", [HF_CONFIG, MIXTURE, CAPPED], ids=["dense", "experts", "capped"], indirect=True
 )

@@ -8,18 +8,7 @@ import pytest
 
 from asynchronous import in_a_loop
 from counting_workers import folded
-from orchestrated import (
-    MODEL,
-    SESSION,
-    forward_backward,
-    options,
-    over_http,
-    running,
-    serving,
-    step,
-    submit,
-    workers,
-)
+from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import Ok, Rejected
 from xorl.server.operations import (

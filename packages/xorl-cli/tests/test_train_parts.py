@@ -3,7 +3,6 @@
 import gc
 import gzip
 import json
-import logging
 import os
 import resource
 import shutil
@@ -364,17 +363,6 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_way_back(tmp_path: Path) 
     assert resume_from(checkpointer, "global_step_1") == tmp_path / "global_step_1"
 
 
-@pytest.fixture
-def own_logging() -> Iterator[None]:
-    """Restores the logger that `set_up_logging` changes."""
-    root = logging.getLogger("xorl")
-    handlers, propagate, level = root.handlers[:], root.propagate, root.level
-    yield
-    root.handlers[:], root.propagate = handlers, propagate
-    root.setLevel(level)
-
-
-@pytest.mark.usefixtures("own_logging")
 def test_progress_in_a_file_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
     # Catches a bar of carriage returns in a log file, and one line for each of a million steps.
     set_up_logging("progress_bar", "INFO", is_main=True)
@@ -391,7 +379,6 @@ def test_progress_in_a_file_is_lines(capsys: pytest.CaptureFixture[str]) -> None
     assert evaluation == "evaluation step=30 eval_loss=1.5"
 
 
-@pytest.mark.usefixtures("own_logging")
 def test_structured_lines_are_short(capsys: pytest.CaptureFixture[str]) -> None:
     # Catches a line with every metric, in which nobody finds the loss.
     set_up_logging("structured", "INFO", is_main=True)

@@ -28,11 +28,7 @@ from xorl.train.module.models import load_model
 
 CPU = torch.device("cpu")
 HF_CONFIG = hf_config(
-    hidden_size=128,
-    intermediate_size=256,
-    num_key_value_heads=4,
-    tie_word_embeddings=False,
-    initializer_range=0.05,
+    hidden_size=128, intermediate_size=256, num_key_value_heads=4, tie_word_embeddings=False, initializer_range=0.05
 )
 CONFIGS_BY_FAMILY = {
     "qwen3": HF_CONFIG,

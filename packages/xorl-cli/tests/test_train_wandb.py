@@ -30,11 +30,7 @@ def test_wandb_is_told_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.M
         sink.write({"step": step, "loss": 0.5, "mfu": None})
     sink.write({"step": 7, "eval_loss": 0.25})
     sink.close()
-    assert told == [
-        (3, {"step": 3, "loss": 0.5}),
-        (6, {"step": 6, "loss": 0.5}),
-        (7, {"step": 7, "eval_loss": 0.25}),
-    ]
+    assert told == [(3, {"step": 3, "loss": 0.5}), (6, {"step": 6, "loss": 0.5}), (7, {"step": 7, "eval_loss": 0.25})]
     assert {name: asked[name] for name in options} == options
 
 

@@ -95,11 +95,7 @@ def test_an_unknown_architecture_lists_the_known_ones(architectures):
         ("Glm4MoeForCausalLM", {"n_shared_experts": -1}, "n_shared_experts must be at least 0, got -1"),
         ("Glm4MoeForCausalLM", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a number above 0"),
         ("Dots1ForCausalLM", {"n_routed_experts": None}, "config.json has no 'n_routed_experts'"),
-        (
-            "OlmoeForCausalLM",
-            {"clip_qkv": -8.0},
-            "clip_qkv must be a number above 0, got -8.0",
-        ),
+        ("OlmoeForCausalLM", {"clip_qkv": -8.0}, "clip_qkv must be a number above 0, got -8.0"),
         ("Qwen2MoeForCausalLM", {"mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers and .* make every layer dense"),
         ("MiniMaxM2ForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise is not supported; set it to 0"),
         ("GPT2LMHeadModel", {"n_head": 7}, "n_embd: 64 must be a multiple of n_head: 7"),
@@ -147,7 +143,7 @@ def test_dropout_is_warned_of(caplog):
         read("GPT2LMHeadModel", resid_pdrop=0.1, attn_pdrop=0.0, summary_type="cls_index", eos_token_id=3)
     assert [record.getMessage() for record in caplog.records] == [
         "GPT2LMHeadModel: config.json sets dropout (resid_pdrop: 0.1), which is not applied: models "
-        "train without dropout",
+        "train without dropout"
     ]
 
 

@@ -25,12 +25,7 @@ NEEDS_TRITON = pytest.mark.skipif(
 
 def choose(device_type="cuda", dtype=torch.bfloat16, compiled=False, native=(), cast_bf16=False):
     return choose_kernels(
-        eager_attention,
-        device_type=device_type,
-        dtype=dtype,
-        compiled=compiled,
-        native=native,
-        cast_bf16=cast_bf16,
+        eager_attention, device_type=device_type, dtype=dtype, compiled=compiled, native=native, cast_bf16=cast_bf16
     )
 
 

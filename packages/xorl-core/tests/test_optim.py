@@ -10,13 +10,7 @@ from torch import Tensor, nn
 
 from xorl.core.nn.share import Share
 from xorl.core.nn.tensor import TensorRanks
-from xorl.core.optim import (
-    Fp32Accumulation,
-    MuonOptions,
-    build_optimizer,
-    gradient_scale,
-    scale_and_clip_,
-)
+from xorl.core.optim import Fp32Accumulation, MuonOptions, build_optimizer, gradient_scale, scale_and_clip_
 from xorl.core.optim.decay import LocalRows, undecayed
 from xorl.core.optim.matrices import Division, Matrix, _joined, plan_rounds
 from xorl.core.optim.muon import _MatrixStack, lr_ratio

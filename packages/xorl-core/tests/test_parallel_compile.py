@@ -42,12 +42,7 @@ NUM_PACKS = 8
 
 def model_of(hf_config: dict, recompute: Recompute, backend: CompileBackend | None) -> Decoder:
     kernels = choose_kernels(
-        sdpa_attention,
-        device_type="cpu",
-        dtype=torch.float32,
-        compiled=backend is not None,
-        native=(),
-        cast_bf16=False,
+        sdpa_attention, device_type="cpu", dtype=torch.float32, compiled=backend is not None, native=(), cast_bf16=False
     )
     model = tiny_decoder(hf_config, kernels=kernels)
     recompute_layers(model.layers, recompute, reentrant=False, compiled=backend is not None)

@@ -88,10 +88,7 @@ SPELLINGS = {
         ]
     },
     "ShareGPT": {
-        "conversations": [
-            {"from": "human", "value": "<image>What is it?"},
-            {"from": "gpt", "value": "A cat."},
-        ],
+        "conversations": [{"from": "human", "value": "<image>What is it?"}, {"from": "gpt", "value": "A cat."}],
         "images": ["a.png"],
     },
 }
@@ -305,12 +302,7 @@ BAD = {
         r"402 x 2 pixels, and one side may be at most 200 times",
     ),
     "16 bits": (
-        {
-            "messages": ask(
-                {"base64": base64.b64encode(picture(8, 8)).decode()},
-                {"path": "deep.png"},
-            )
-        },
+        {"messages": ask({"base64": base64.b64encode(picture(8, 8)).decode()}, {"path": "deep.png"})},
         r"deep\.png: the image has values of the kind 'I;16'",
     ),
     "too few": ({"messages": ask({}, {}), "images": ["a.png"]}, "2 places for images, and the column of images 1"),

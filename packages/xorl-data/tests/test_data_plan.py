@@ -100,10 +100,7 @@ def test_accumulation_is_rescaled_or_the_sizes_that_work_are_named():
     """Catches a resume on another number of ranks that changes the batch."""
     assert rescale_accumulation(64, micro_batch_size=2, dp_size=4) == 8
     assert rescale_accumulation(64, micro_batch_size=2, dp_size=32) == 1
-    with pytest.raises(
-        DataError,
-        match=r"^64 bins .*dp_size 3 .*dp_size 1, 2, 4, 8, 16, 32 ",
-    ):
+    with pytest.raises(DataError, match=r"^64 bins .*dp_size 3 .*dp_size 1, 2, 4, 8, 16, 32 "):
         rescale_accumulation(64, micro_batch_size=2, dp_size=3)
     with pytest.raises(DataError, match=r"micro_batch_size 1, 2, 4, 8, 16 on this size"):
         rescale_accumulation(64, micro_batch_size=3, dp_size=4)

@@ -47,10 +47,7 @@ SAMPLES = {
     "a system message": (
         {"system": "Be kind.", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {},
-        (
-            f"<|system|>Be kind.<|end|>\n{GOOD_TEXT}<|system|>Be kind.<|end|>\n{BAD_TEXT}",
-            ["Hello<|end|>", "No<|end|>"],
-        ),
+        (f"<|system|>Be kind.<|end|>\n{GOOD_TEXT}<|system|>Be kind.<|end|>\n{BAD_TEXT}", ["Hello<|end|>", "No<|end|>"]),
     ),
 }
 

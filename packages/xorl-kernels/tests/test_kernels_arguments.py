@@ -44,13 +44,7 @@ CPU = AttentionRequest("cpu", torch.float32, 8)
 LAYOUT = SequenceLayout.from_lengths([40, 8])
 IDS = torch.zeros(5, 2, dtype=torch.int64)
 GROUPS = TokenGroups.of([(0, 4), (2, 3)], 3)
-CACHE = KeyValueCache(
-    layers=[(1, 8)],
-    num_blocks=4,
-    block_size=2,
-    dtype=torch.float32,
-    device=torch.device("cpu"),
-)
+CACHE = KeyValueCache(layers=[(1, 8)], num_blocks=4, block_size=2, dtype=torch.float32, device=torch.device("cpu"))
 NF4 = QuantScheme("nf4", 64)
 X = torch.randn(3, 2, 8)
 HEADS = reference.HeadShape(2, 1, 8)

@@ -17,13 +17,7 @@ LENGTHS = [9, 3, 14]
 
 
 def make_cache(num_kv_heads: int, dtype: torch.dtype) -> KeyValueCache:
-    cache = KeyValueCache(
-        layers=[(num_kv_heads, 8)] * 2,
-        num_blocks=12,
-        block_size=BLOCK,
-        dtype=dtype,
-        device=CPU,
-    )
+    cache = KeyValueCache(layers=[(num_kv_heads, 8)] * 2, num_blocks=12, block_size=BLOCK, dtype=dtype, device=CPU)
     # What is not written here belongs to somebody else.
     for each in (*cache.keys, *cache.values):
         each.fill_(float("nan"))

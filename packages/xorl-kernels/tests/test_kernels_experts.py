@@ -189,12 +189,7 @@ SHARINGS = {"none": (), "outer": (0, 3), "inner": (1, 2), "all": (0, 1, 2, 3)}
 
 
 def factors_of(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    *,
-    dropout: bool = False,
-    sharing: str = "none",
-    num_slots: int = 1,
+    shape: tuple[int, ...], dtype: torch.dtype, *, dropout: bool = False, sharing: str = "none", num_slots: int = 1
 ) -> list[Tensor]:
     """up_a, up_b, down_a, down_b, and with dropout the input of the first."""
     num_tokens, _, width, inner, num_experts = shape

@@ -358,8 +358,5 @@ def test_shapes_that_do_not_fit_are_refused(function, hidden, weight, labels, ch
     """Catches broadcasting of labels or an unshaped error from inside the kernel."""
     with pytest.raises(ValueError, match=message):
         function(
-            torch.zeros(hidden),
-            torch.zeros(weight),
-            torch.zeros(labels, dtype=torch.int64),
-            chunk_tokens=chunk_tokens,
+            torch.zeros(hidden), torch.zeros(weight), torch.zeros(labels, dtype=torch.int64), chunk_tokens=chunk_tokens
         )

@@ -11,11 +11,7 @@ def inputs_of(name: str, dtype: torch.dtype) -> tuple:
     x = torch.randn(6, 2, 8, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(8, generator=generator).requires_grad_()
     angles = torch.rand(6, 4, generator=generator)
-    inputs = {
-        "rms_norm": (x, weight, 1e-6),
-        "swiglu": (x,),
-        "apply_rope": (x, (angles.cos(), angles.sin())),
-    }
+    inputs = {"rms_norm": (x, weight, 1e-6), "swiglu": (x,), "apply_rope": (x, (angles.cos(), angles.sin()))}
     return inputs[name]
 
 

@@ -233,11 +233,7 @@ def test_paged_attention(monkeypatch, heads, kv_heads, head_dim, window, totals,
     blocks = iter(torch.randperm(32, generator=torch.Generator().manual_seed(1)).tolist())
     tables = [[next(blocks) for _ in range(-(-total // 16))] for total in totals]
     cache = KeyValueCache(
-        layers=[(kv_heads, head_dim)],
-        num_blocks=32,
-        block_size=16,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        layers=[(kv_heads, head_dim)], num_blocks=32, block_size=16, dtype=torch.float32, device=torch.device("cpu")
     )
     keys, values = (randn(*cache.keys[0].shape, seed=seed) for seed in (2, 3))
     layout = MixedLayout(cache, tables, [1] * len(totals), totals, "cpu")
