@@ -8,21 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 import fake_deepep
-from expert_reads import counted_reads
 from layouts import EP, LAYOUTS, ONE_PROCESS, mesh_for, run_config, steps, write_models
 from table_of_runs import RECOMPUTE, Options
-from tiny_models import hf_config, write_config
-from xorl.ckpt.reader import source_shapes
 from xorl.config import load_config
 from xorl.core.nn import moe
 from xorl.core.nn.dispatch import AllToAll
 from xorl.train import layer_kernels, verify
 from xorl.train import model as model_module
-from xorl.train.model import build_model
 from xorl.train.model_source import read_architecture
 from xorl.train.run import run_training
 from xorl.train.startup import parallel_dims
@@ -68,35 +62,6 @@ def test_padding_is_not_sent(run_ranks, tmp_path: Path) -> None:
         return received.num_rows
 
     assert run_ranks(rows_received, group_size) == [4, 4]
-
-
-@pytest.mark.parametrize("mode", ["all_ranks", "broadcast"])
-def test_each_rank_reads_its_own_experts(mode: str, run_ranks, tmp_path: Path) -> None:
-    # Catches ranks that read all experts, and experts of another rank.
-    shape = hf_config("qwen3_moe", num_experts=8)
-    folder = write_config(tmp_path / "qwen3_moe", shape)
-    architecture = read_architecture(run_config(tmp_path, "qwen3_moe", {}).model)
-    generator = torch.Generator().manual_seed(0)
-    shapes = source_shapes(architecture.recipes(merge_qkv=True))
-    saved = {name: torch.randn(size, generator=generator) for name, size in shapes.items()}
-    save_file(saved, folder / "model.safetensors")
-    total = sum(tensor.nbytes for name, tensor in saved.items() if ".experts." in name)
-
-    def load(layout: Options) -> tuple[dict[str, Tensor], float]:
-        config = run_config(tmp_path, "qwen3_moe", layout)
-        train = config.train.model_copy(update={"load_weights_mode": mode})
-        model_config = config.model.model_copy(update={"model_path": str(folder)})
-        mesh = mesh_for(config)
-        with counted_reads() as sizes:
-            model = build_model(architecture, model_config, train, config.lora, mesh, torch.device("cpu"))
-        gathered = {name: model.shares.gather(name, weight) for name, weight in model.module.named_parameters()}
-        return gathered, sum(sizes) / total
-
-    [(whole, _)] = run_ranks(lambda: load(ONE_PROCESS), 1)
-    for rank, (found, share) in enumerate(run_ranks(lambda: load(LAYOUTS["ep 4"].train), 4)):
-        assert found.keys() == whole.keys()
-        assert all(torch.equal(found[name], whole[name]) for name in whole)
-        assert share == (0.25 if mode == "all_ranks" else float(rank == 0))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
