@@ -20,15 +20,11 @@ from xorl.train.engine import Engine
 LAYOUTS = {
     # name: (mode, ranks, shard size, replicate size, reshard after forward)
     "none": ("none", 1, -1, -1, True),
-    "ddp-1": ("ddp", 1, -1, -1, True),
     "ddp-2": ("ddp", 2, -1, -1, True),
-    "ddp-4": ("ddp", 4, -1, -1, True),
     "zero3-1": ("fsdp2", 1, -1, -1, True),
     "zero3-2": ("fsdp2", 2, -1, -1, True),
     "zero3-3": ("fsdp2", 3, -1, -1, True),
-    "zero3-4": ("fsdp2", 4, -1, -1, True),
     "zero2-2": ("fsdp2", 2, -1, -1, False),
-    "zero2-4": ("fsdp2", 4, -1, -1, False),
     "hsdp-2x2": ("fsdp2", 4, 2, 2, True),
     "offload-2": ("fsdp2", 2, -1, -1, True),
 }
@@ -78,13 +74,14 @@ def placed(
     recompute: str = "none",
     *,
     dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
     **policy: object,
 ) -> ParallelModel:
     """The decoder of such a config.json, with parameters in a dtype, placed on this job's ranks."""
     spec = spec_for(hf_config)
     with torch.device("meta"):
         model = spec.build(spec.config_from_hf(hf_config), merge_qkv=True).to(dtype)
-    model.compute_dtype = dtype
+    model.compute_dtype = compute_dtype or dtype
     return place(model, layout, recompute, **policy)
 
 
