@@ -8,17 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from layouts import LAYOUTS, ONE_PROCESS, mesh_for, run_config
+from layouts import LAYOUTS, ONE_PROCESS, engine_for, run_config
+from passes import export_to, forward_backward_of
 from placement import whole
 from tiny_models import hf_config, write_config
 from xorl.ckpt.reader import source_shapes
-from xorl.core import runtime
-from xorl.core.loss import cross_entropy
 from xorl.core.nn.moe import MixtureOfExperts
-from xorl.train import verify
-from xorl.train.build import build_engine
-from xorl.train.export.folder import ModelExport
-from xorl.train.export.rest import Rest
 from xorl.train.model_source import read_architecture
 
 FAMILY = "glm4_moe"
@@ -50,21 +45,14 @@ def test_corrections_stay_as_they_are(layout: str, run_ranks, tmp_path: Path) ->
 
     def run() -> list[Tensor]:
         config = run_config(tmp_path, FAMILY, train, of_model=folder)
-        architecture = read_architecture(config.model)
-        runtime.seed_everything(0)
-        mesh = mesh_for(config)
-        engine = build_engine(config, architecture, mesh, torch.device("cpu"))
+        engine = engine_for(config)
         used: list[Tensor] = []
         for mixture in engine.model.module.modules():
             if isinstance(mixture, MixtureOfExperts):
                 mixture.register_forward_pre_hook(lambda mixture, _: used.append(mixture.correction.detach().clone()))
         for step in range(2):
-            batches = verify.batches_of(step, 4, architecture.config.vocab_size, config, mesh)
-            losses = engine.forward_backward(batches, cross_entropy)
-            engine.optim_step(1e-2, losses.num_trained_tokens)
-        recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
-        rest = Rest.of(architecture)
-        ModelExport(engine.model, recipes, architecture, torch.bfloat16, None, rest).write(tmp_path / "export")
+            engine.optim_step(1e-2, forward_backward_of(engine, config, step).num_trained_tokens)
+        export_to(tmp_path / "export", engine, config)
         return used
 
     for used in run_ranks(run, 2):
@@ -82,13 +70,9 @@ def corrected(layout: str, folder: Path) -> list[Tensor]:
     """The corrections of a model's layers after two steps that change them."""
     options = {**(LAYOUTS[layout].train if layout else ONE_PROCESS), "router_correction_rate": RATE}
     config = run_config(folder, FAMILY, options, of_model={"config_path": None, "model_path": str(folder / FAMILY)})
-    runtime.seed_everything(0)
-    mesh = mesh_for(config)
-    architecture = read_architecture(config.model)
-    engine = build_engine(config, architecture, mesh, torch.device("cpu"))
+    engine = engine_for(config)
     for step in range(2):
-        batches = verify.batches_of(step, 4, architecture.config.vocab_size, config, mesh)
-        losses = engine.forward_backward(batches, cross_entropy)
+        losses = forward_backward_of(engine, config, step)
         engine.correct_routers(losses, engine.optim_step(1e-2, losses.num_trained_tokens))
     mixtures = [each for each in engine.model.module.modules() if isinstance(each, MixtureOfExperts)]
     return [whole(each.correction) for each in mixtures]

@@ -7,16 +7,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from layouts import LAYOUTS, mesh_for, run_config
+from layouts import LAYOUTS, engine_for, run_config
+from passes import export_to, forward_backward_of
 from tiny_models import hf_config, write_config
-from xorl.core import runtime
-from xorl.core.loss import cross_entropy
 from xorl.core.nn.gated_delta_net import Decay
-from xorl.train import verify
-from xorl.train.build import build_engine
-from xorl.train.export.folder import ModelExport
-from xorl.train.export.rest import Rest
-from xorl.train.model_source import read_architecture
 
 FAMILY = "qwen3_5_text"
 IN_BF16 = {"enable_mixed_precision": True, "param_dtype": "bf16", "reshard_after_forward": True}
@@ -31,24 +25,16 @@ def test_decays_are_in_fp32_everywhere(layout: str, run_ranks, tmp_path: Path) -
 
     def run() -> tuple[list[Tensor], Tensor, Tensor]:
         config = run_config(tmp_path, FAMILY, train)
-        architecture = read_architecture(config.model)
-        runtime.seed_everything(0)
-        mesh = mesh_for(config)
-        engine = build_engine(config, architecture, mesh, torch.device("cpu"))
+        engine = engine_for(config)
         used: list[Tensor] = []
         for module in engine.model.module.modules():
             if isinstance(module, Decay):
                 module.register_forward_pre_hook(lambda module, _: used.append(module.A_log.detach().clone()))
         parameter = engine.model.module.get_parameter(NAME)
         before = engine.model.shares.gather(NAME, parameter).clone()
-        batches = verify.batches_of(0, 4, architecture.config.vocab_size, config, mesh)
-        losses = engine.forward_backward(batches, cross_entropy)
-        engine.optim_step(1e-4, losses.num_trained_tokens)
+        engine.optim_step(1e-4, forward_backward_of(engine, config).num_trained_tokens)
         after = engine.model.shares.gather(NAME, parameter).clone()
-        recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
-        ModelExport(engine.model, recipes, architecture, torch.bfloat16, None, Rest.of(architecture)).write(
-            tmp_path / "export"
-        )
+        export_to(tmp_path / "export", engine, config)
         return used, before, after
 
     for used, before, after in run_ranks(run, 2):

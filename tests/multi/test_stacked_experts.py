@@ -10,16 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from layouts import LAYOUTS, ONE_PROCESS, mesh_for, run_config
+from layouts import LAYOUTS, ONE_PROCESS, engine_for, run_config
+from passes import export_to
 from ranks import Launch, Launches
 from tiny_models import BESIDE, hf_config, write_config
 from xorl.ckpt.reader import source_shapes
-from xorl.core import runtime
 from xorl.core.models.mxfp4 import BLOCKS, SCALES, dequantized
 from xorl.core.models.stacks import stack_of, stacked_shape
-from xorl.train.build import build_engine
-from xorl.train.export.folder import ModelExport
-from xorl.train.export.rest import Rest
 from xorl.train.model_source import read_architecture
 
 # Blocks of 32 divide all rows of MXFP4.
@@ -65,12 +62,7 @@ def export(folder: Path, name: str, layout: str) -> None:
     train = {**(LAYOUTS[layout].train if layout else ONE_PROCESS), **IN_BF16}
     of_model = {"config_path": None, "model_path": str(folder / name)}
     config = run_config(folder, name, train, of_model=of_model)
-    architecture = read_architecture(config.model)
-    runtime.seed_everything(0)
-    engine = build_engine(config, architecture, mesh_for(config), torch.device("cpu"))
-    recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
-    target = folder / f"{name}, {layout}"
-    ModelExport(engine.model, recipes, architecture, torch.bfloat16, None, Rest.of(architecture)).write(target)
+    export_to(folder / f"{name}, {layout}", engine_for(config), config)
 
 
 CASES = [(name, layout) for name in SHAPES for layout in ("", "fsdp 2", "ep 2", "tp 2, fsdp", "pp 2")]
