@@ -54,7 +54,6 @@ def run(
     """What one rank does; with `killed_at`, every rank dies when the checkpoint of that step has been published."""
     overrides = [part.format(folder=folder) for part in overrides]
     if killed_at is not None:
-        keep_choices({os.environ["RANK"]: "nccl"})  # stands for a measurement on GPUs
         save = Checkpoints.save
 
         def save_and_die(checkpoints: Checkpoints, step: int, *, is_final: bool) -> None:
@@ -157,36 +156,37 @@ def straight(folder: Path, run_ranks) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def killed(folder: Path, tmp_path: Path, run_ranks) -> Callable[[str], Path]:
-    """(name of a run) -> a copy of what it left when it was killed; tests of the module share the original."""
+def killed(straight, tmp_path: Path) -> Callable[[str], Path]:
+    """(name of a run) -> a copy of its output without what it wrote after its first checkpoint, but for some losses."""
 
     def output(name: str) -> Path:
-        output, num_ranks = folder / name / "killed", RUNS[name][1]
-        if not output.exists():
-            output.parent.mkdir(exist_ok=True)
-            ends = run_ranks(lambda: run_of(name, folder, output, killed_at=KILLED_AT), num_ranks)
-            assert ends == ["no result"] * num_ranks
-            assert max(losses(output)) == KILLED_AT
-        return shutil.copytree(output, tmp_path / "resumed", symlinks=True)
+        output = shutil.copytree(straight(name), tmp_path / "resumed", symlinks=True)
+        checkpoints, metrics = output / "checkpoints", output / "metrics.jsonl"
+        shutil.rmtree(checkpoints / f"global_step_{NUM_STEPS}")
+        (checkpoints / "latest").write_text(f"global_step_{KILLED_AT}")
+        lines = metrics.read_text().splitlines(keepends=True)
+        metrics.write_text("".join(line for line in lines if json.loads(line)["step"] <= KILLED_AT + 2))
+        return output
 
     return output
 
 
-def run_of(name: str, folder: Path, output: Path, **ends: int) -> int:
-    """What a rank does in one of RUNS. Its ranks save in the background if they are two, unless it runs straight."""
+def run_of(name: str, folder: Path, output: Path) -> int:
+    """What a rank does in one of RUNS. Its ranks save in the background if they are two."""
     mode, own_ranks, overrides = RUNS[name]
-    accumulation = 4 // own_ranks
-    if own_ranks == 2 and output.name != "straight":
+    if own_ranks == 2:
         overrides = [*overrides, "--train.save_async", "true"]
-    return run(folder, output, mode=mode, accumulation=accumulation, overrides=overrides, **ends)
+    if output.name == "straight":
+        keep_choices({os.environ["RANK"]: "nccl"})  # stands for a measurement on GPUs
+    return run(folder, output, mode=mode, accumulation=4 // own_ranks, overrides=overrides)
 
 
 @pytest.mark.parametrize("name", list(RUNS)[:-2])
 def test_killed_and_resumed_run_is_the_same_to_the_bit(name: str, straight, killed, folder: Path, run_ranks) -> None:
     # Catches anything that a checkpoint forgets: a moment, a step count, a place in the data, a schedule, the bits by
     # which weights in bf16 are rounded, where a gradient lies when four ranks are added to it. Two ranks save in the
-    # background: catches a copy that the next step has changed, and one that disturbs the training. Also catches a
-    # resumed run that measures again how its GPUs should communicate, or knows only the choice of rank 0.
+    # background while the next steps train: catches a copy that these have changed, and one that disturbs them. Also
+    # catches a resumed run that measures again how its GPUs should communicate, or knows only the choice of rank 0.
     whole, resumed, num_ranks = straight(name), killed(name), RUNS[name][1]
     assert run_ranks(lambda: run_of(name, folder, resumed), num_ranks) == [0] * num_ranks
     assert losses(resumed) == losses(whole)
