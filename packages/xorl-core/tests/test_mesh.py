@@ -37,6 +37,8 @@ def test_sizes_resolve(mode: str, world: int, shard: int, replicate: int, expect
         ("fsdp2", 4, {"shard_size": 3}, "shard_size 3"),
         ("fsdp2", 4, {"replicate_size": 3}, "replicate_size 3"),
         ("ddp", 4, {"shard_size": 2}, "shard_size: 2"),
+        ("ddp", 4, {"ep": 2}, "ep: with mode ddp, each expert is on one rank, so it must be 4, not 2"),
+        ("none", 1, {"ep": 2}, "ep: 2 needs"),
         ("fsdp2", 4, {"tp": 3}, "tensor 3"),
         ("fsdp2", 4, {"shard_size": 0}, "shard_size"),
     ],

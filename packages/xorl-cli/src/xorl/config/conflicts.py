@@ -91,11 +91,9 @@ def _degrees_fit_the_mode(config: Config) -> Iterator[Conflict]:
     if mode == "fsdp2":
         return
     meaning = {"none": "none does not divide rows or parameters", "ddp": "ddp does not shard"}[mode]
-    sizes = {
-        "data_parallel_shard_size": train.data_parallel_shard_size,
-        "expert_parallel_size": train.expert_parallel_size,
-    }
+    sizes = {"data_parallel_shard_size": train.data_parallel_shard_size}
     if mode == "none":
+        sizes["expert_parallel_size"] = train.expert_parallel_size
         sizes["data_parallel_replicate_size"] = train.data_parallel_replicate_size
         sizes["ulysses_parallel_size"] = train.ulysses_parallel_size
         sizes["ringattn_parallel_size"] = train.ringattn_parallel_size

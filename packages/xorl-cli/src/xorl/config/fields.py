@@ -191,8 +191,8 @@ class ParallelFields(Section):
 
     data_parallel_mode: DataParallelMode = Field(
         default="fsdp2",
-        description="How ranks share the data: none (a single process), ddp (each rank holds the whole model) or "
-        "fsdp2 (parameters, gradients and optimizer state are sharded).",
+        description="How ranks share the data: none (a single process), ddp (each rank holds the whole model, except for "
+        "the experts that expert_parallel_size divides) or fsdp2 (parameters, gradients and optimizer state are sharded).",
     )
     data_parallel_shard_size: DegreeOrRest = Field(
         default=-1,
@@ -233,7 +233,8 @@ class ParallelFields(Section):
         default=1,
         description="Number of ranks that share the experts of a mixture of experts; tokens are sent to the ranks of "
         "their experts. It must divide the number of experts, and the number of ranks over which FSDP2 shards "
-        "parameters; each expert is sharded over the quotient of these.",
+        "parameters; each expert is sharded over the quotient of these. Under ddp, it is the number of all ranks: with "
+        "small micro-batches, and where everything but the experts fits on a GPU, that is the fastest layout.",
     )
     ulysses_parallel_size: AtLeastOne = Field(
         default=1,

@@ -284,6 +284,7 @@ def held_of(
     """
     train, dtypes = config.train, KeptDtypes.of(config.train, config.lora)
     compute = 2 if train.enable_mixed_precision else 4
+    whole = held if dims.divides_replicas else whole
     parts, grown = _kept_bytes(train, whole, dtypes, dims)
     profiled = KeptDtypes.of(train.model_copy(update={"param_dtype": profiled_param_dtype(config)}), config.lora)
     ratio = grown / profiled.trained.itemsize / _num_parts(dims) * whole.trained / max(held.trained, 1)
@@ -335,15 +336,16 @@ def kept_bytes(config: Config, architecture: Architecture, dims: ParallelDims) -
     compute = 2 if config.train.enable_mixed_precision else 4
     most = 0.0
     for stage in pipeline_stages(config, architecture) if dims.pp > 1 else [None]:
-        whole = Sizes.of(sketch_of(config, architecture, stage), compute, dtypes.frozen.itemsize)
+        sketch = sketch_of(config, architecture, stage, dims if dims.divides_replicas else None)
+        whole = Sizes.of(sketch, compute, dtypes.frozen.itemsize)
         parts, grown = _kept_bytes(config.train, whole, dtypes, dims)
         most = max(most, sum(parts.values()) + whole.trained * grown / _num_parts(dims))
     return most
 
 
 def _num_parts(dims: ParallelDims) -> int:
-    """The number of ranks that share a matrix of a stage."""
-    return dims.num_shards * dims.tp
+    """The number of ranks that share a matrix of a stage, or 1 if they share experts alone."""
+    return 1 if dims.divides_replicas else dims.num_shards * dims.tp
 
 
 def sketch_of(

@@ -39,8 +39,9 @@ class ParallelDims:
     context_sharding: the context-parallel axes that fsdp2 shards parameters over; over the others, it replicates them.
     tp: the number of ranks that share each matrix of a layer and the vocabulary. They do not share matrices of experts:
         for these, they are further ranks with tokens of their own.
-    ep: the number of ranks that share the experts. It divides the ranks that shard the parameters, together with those
-        of `tp`; they hold the experts as a second grid of `ep` x `num_expert_shards`.
+    ep: the number of ranks that share the experts. It divides the ranks that shard the parameters (those that replicate
+        them, if they are not sharded), together with those of `tp`; they hold the experts as a second grid of `ep` x
+        `num_expert_shards`.
     ep_outside: ranks that shard the same experts are neighbours; False: ranks that share the experts are.
     """
 
@@ -62,7 +63,7 @@ class ParallelDims:
         if self.size_of(axes) % self.ep:
             sizes = " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
             raise ValueError(
-                f"ep: {self.ep} does not divide the {self.size_of(axes)} ranks that shard the experts ({sizes}); "
+                f"ep: {self.ep} does not divide the {self.size_of(axes)} ranks that hold the experts ({sizes}); "
                 "change it, or the sizes"
             )
 
@@ -104,7 +105,18 @@ class ParallelDims:
     @property
     def expert_axes(self) -> tuple[str, ...]:
         """The axes that experts are divided and sharded over."""
-        return (*self.shard_axes, *(["tp"] if self.tp > 1 else []))
+        axes = self.replicate_axes if self.divides_replicas else self.shard_axes
+        return (*axes, *(["tp"] if self.tp > 1 else []))
+
+    @property
+    def divides_replicas(self) -> bool:
+        """Whether ranks that hold copies of everything else share the experts."""
+        return self.ep > 1 and self.num_shards == 1
+
+    @property
+    def num_expert_replicas(self) -> int:
+        """The number of copies of a shard of the experts."""
+        return self.size_of([axis for axis in self.replicate_axes if axis not in self.expert_axes])
 
     def size_of(self, axes: Sequence[str]) -> int:
         """The number of ranks along several axes."""
@@ -144,8 +156,8 @@ class ParallelDims:
                 f"x ring {ring} x Ulysses {ulysses} x tensor {tp} = {others})"
             )
         dp_size = world_size // others
-        if ep > 1 and mode != "fsdp2":
-            raise ValueError(f'ep: {ep} needs mode="fsdp2", not {mode}')
+        if ep > 1 and mode == "none":
+            raise ValueError(f'ep: {ep} needs mode="fsdp2" or "ddp", not none')
         if mode == "none" and dp_size > 1:
             raise ValueError(
                 f"mode: none runs one data-parallel rank, but {dp_size} were started: "
@@ -169,7 +181,13 @@ class ParallelDims:
                 "change the sizes (-1 infers a size) or the number of processes"
             )
         sharding = context_sharding if mode == "fsdp2" else "none"
-        return cls(pp, replicate, shard, ring, ulysses, tp, sharding, ep, ep_outside)
+        dims = cls(pp, replicate, shard, ring, ulysses, tp, sharding, ep, ep_outside)
+        if mode == "ddp" and ep > 1 and dims.num_expert_shards > 1:
+            raise ValueError(
+                f"ep: with mode ddp, each expert is on one rank, so it must be {dims.num_expert_shards * ep}, not {ep}; "
+                "or use fsdp2"
+            )
+        return dims
 
 
 @dataclass(frozen=True)
@@ -327,7 +345,7 @@ class Mesh:
 
     def _ranks(self, shard: Sequence[str]) -> torch.Tensor:
         """[others, replicas, shards]: the ranks by what they hold of parameters sharded over the axes `shard`."""
-        replicate = self.dims.replicate_axes
+        replicate = tuple(axis for axis in self.dims.replicate_axes if axis not in shard)
         others = tuple(axis for axis in AXES if axis not in (*shard, *replicate))
         order = [AXES.index(axis) for axis in (*others, *replicate, *shard)]
         sizes = [self.dims.size_of(axes) for axes in (others, replicate, shard)]
@@ -359,7 +377,7 @@ class Mesh:
         if self.dims.ep == 1:
             return self.expert_fsdp.get_group(self.expert_fsdp.ndim - 1)
         names = ("others", "replicate", "holder")
-        mesh = DeviceMesh(self.device_type, self._ranks(self.dims.expert_axes), mesh_dim_names=names)
+        mesh = DeviceMesh(self.device_type, self._ranks((*self.dims.shard_axes, "tp")), mesh_dim_names=names)
         return mesh.get_group("holder")
 
     def _replicated(self, mesh: DeviceMesh, numbers: torch.Tensor, shard: str) -> DeviceMesh:

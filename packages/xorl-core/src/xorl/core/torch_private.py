@@ -47,6 +47,7 @@ __all__ = [
     "gather_event",
     "gloo_group",
     "is_traceable_wrapper_subclass",
+    "leave_out_of_replicas",
     "local_shape_and_offset",
     "nccl_options",
     "num_collectives",
@@ -232,6 +233,12 @@ class FixedBuckets(DistributedDataParallel):
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, is_sparse = super()._build_params_for_reducer()
         return parameters[::-1], is_sparse[::-1]
+
+
+def leave_out_of_replicas(model: nn.Module, parameters: set[nn.Parameter]) -> None:
+    """Let a replica of `model` that is made next neither broadcast these parameters nor sum their gradients."""
+    names = [name for name, parameter in model.named_parameters() if parameter in parameters]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def reset_reducer(replica: DistributedDataParallel) -> None:

@@ -248,8 +248,11 @@ class Estimator:
             )
             reducing = sum(
                 links.seconds(reduce, ranks, size.trained * 2.0 * widening)
-                + links.seconds("all_reduce", dims.num_replicas, size.trained * 4.0 / ranks)
-                for ranks, size in ((dims.num_shards, unit.rest), (dims.num_expert_shards, unit.experts))
+                + links.seconds("all_reduce", replicas, size.trained * 4.0 / ranks)
+                for ranks, replicas, size in (
+                    (dims.num_shards, dims.num_replicas, unit.rest),
+                    (dims.num_expert_shards, dims.num_expert_replicas, unit.experts),
+                )
             )
             return gathering, reducing
 
@@ -264,7 +267,8 @@ class Estimator:
             for communicating, beside in zip(moved, computing, strict=True):
                 total += max(communicating - beside, 0.0) + share * min(communicating, beside)
         total += sum(times(_Unit(sizes.outside, NO_SIZE)))
-        return total, (len(sizes.units) + 1) * (1 + (dims.ep > 1))
+        is_sharded = train.data_parallel_mode == "fsdp2"  # torch itself sums the buckets of replicas
+        return total, is_sharded * (len(sizes.units) + 1) * (1 + (dims.ep > 1))
 
     def _held_sizes(self, config: Config, dims: ParallelDims, stage: Stage) -> _HeldSizes:
         """What the ranks that share a stage have together, and what one has of it."""

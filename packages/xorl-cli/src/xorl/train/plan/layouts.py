@@ -150,6 +150,8 @@ def sizes_near(config: Config, num_gpus: int, *, has_experts: bool) -> Iterator[
                 }
         if sizes == ones and train.data_parallel_mode == "ddp":
             yield chosen | {"train.data_parallel_mode": "ddp", "train.expert_parallel_size": 1}
+        if sizes == ones and has_experts and num_gpus > 1:
+            yield chosen | {"train.data_parallel_mode": "ddp", "train.expert_parallel_size": num_gpus}
 
 
 def batches(bins_per_step: int, micro_batch_size: int, num_readers: int) -> list[dict[str, int]]:

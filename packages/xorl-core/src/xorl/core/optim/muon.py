@@ -37,7 +37,8 @@ class MuonOptions:
         momentum, nesterov: decay of the gradients' moving average, and whether to use Nesterov momentum.
         num_steps: number of Newton-Schulz iterations.
         adjust_lr: how the learning rate depends on a matrix's shape.
-        replicas: the group of ranks that hold the same parameters, if the parameters are not DTensors.
+        replicas: the group of ranks that hold the same parameters, except for divided experts, if the parameters are not
+            DTensors.
         divided: for parameters that tensor parallelism divides, by name, what each of its ranks holds of them.
         shards: the ranks that together hold these; neighbours are of different tensor-parallel ranks.
         compute_dtype: dtype of the Newton-Schulz iterations; None means bf16 on a GPU and fp32 on a CPU.
@@ -119,17 +120,17 @@ class Muon(AdamW):
             if "matrices" not in group:
                 self._step_group(group)
                 continue
-            fields = (group[name] for name in ("params", "matrices", "divided", "keys", "local_rows"))
+            fields = (group[name] for name in ("params", "matrices", "divided", "keys", "local_rows", "shares"))
             stacks += [
-                _MatrixStack(parameter, self.state[parameter], counts, shares, key, rows, group)
-                for parameter, counts, shares, key, rows in zip(*fields, strict=True)
+                _MatrixStack(parameter, self.state[parameter], counts, shares, key, rows, _is_of_rank(share), group)
+                for parameter, counts, shares, key, rows, share in zip(*fields, strict=True)
                 if parameter.grad is not None
             ]
         # Each way of sharding has a grid of its own. The order is the same on every rank.
-        by_grid: dict[tuple[DeviceMesh | None, bool], list[_MatrixStack]] = {}
+        by_grid: dict[tuple[DeviceMesh | None, bool, bool], list[_MatrixStack]] = {}
         for stack in stacks:
             mesh = stack.parameter.device_mesh if is_dtensor(stack.parameter) else None
-            by_grid.setdefault((mesh, stack.is_divided), []).append(stack)
+            by_grid.setdefault((mesh, stack.is_divided, stack.is_of_rank), []).append(stack)
         for alike in by_grid.values():
             self._step_matrices(alike)
 
@@ -169,7 +170,7 @@ class Muon(AdamW):
         if keys not in self._plans:
             parameters = [stack.parameter for stack in stacks]
             shards = self._options.shards if stacks[0].is_divided else None
-            grid = Grid.of(parameters[0], self._options.replicas, shards)
+            grid = Grid.of(parameters[0], None if stacks[0].is_of_rank else self._options.replicas, shards)
             counts, shares = [stack.row_counts for stack in stacks], [stack.shares for stack in stacks]
             matrices = logical_matrices(parameters, counts, shares, grid)
             rounds = plan_rounds(matrices, grid.num_replicas, grid.num_shards, BATCH_ELEMENTS)
@@ -212,6 +213,11 @@ class Muon(AdamW):
             )
 
 
+def _is_of_rank(share: Share | None) -> bool:
+    """Whether a parameter is experts that other ranks do not have."""
+    return share is not None and "ep" in share.divided_over
+
+
 @dataclass(frozen=True)
 class _MatrixStack:
     """A parameter that stacks matrices along its rows, with its optimizer state and group."""
@@ -222,6 +228,7 @@ class _MatrixStack:
     shares: tuple[Share | None, ...]
     key: int
     local_rows: Sequence[LocalRows]
+    is_of_rank: bool
     group: Mapping[str, Any]
 
     @property

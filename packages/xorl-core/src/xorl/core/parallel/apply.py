@@ -21,7 +21,7 @@ from xorl.core.nn.moe import Experts
 from xorl.core.parallel.activations import Recompute, RecomputeModule, recompute_layers
 from xorl.core.parallel.collectives import Collectives
 from xorl.core.parallel.compile import CompileBackend, compile_layers, require_compiler
-from xorl.core.parallel.ddp import replicate
+from xorl.core.parallel.ddp import Replicated, replicate, trained_in_replicas
 from xorl.core.parallel.fp8 import Fp8Weights
 from xorl.core.parallel.fsdp import (
     gather_in_order,
@@ -144,8 +144,8 @@ class ParallelModel:
         DDP sums whole gradients over its replicas, including earlier ones, which are sums already. So only the first
         replica keeps these. With half-precision parameters, earlier gradients are set aside during passes.
         """
-        if isinstance(self.forward, DistributedDataParallel) and not self._in_half_precision and self.mesh.loss.rank:
-            for parameter in self.module.parameters():
+        if isinstance(self.forward, Replicated) and not self._in_half_precision and self.mesh.loss.rank:
+            for parameter in self.forward.summed:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
 
@@ -327,9 +327,10 @@ def parallelize(
         fill(model)
     gather_as_stored(model)
     fp8_weights = Fp8Weights(model) if policy.fp8 == "tensorwise" else None
+    apart = [] if mesh.ep is None else experts_apart(model)
     # DDP rejects models without trained parameters, which have no gradients to reduce anyway.
-    is_replica = policy.data_parallel_mode == "ddp" and any(weight.requires_grad for weight in model.parameters())
-    forward = replicate(model, mesh) if is_replica else model
+    is_replica = policy.data_parallel_mode == "ddp" and trained_in_replicas(model, apart)
+    forward = replicate(model, mesh, apart) if is_replica else model
     return ParallelModel(model, forward, mesh, fp8_weights, policy.reshard_after_forward)
 
 
@@ -381,7 +382,7 @@ def _check_fill(model: nn.Module, fill: Callable[[nn.Module], None] | None) -> N
 
 
 def experts_apart(model: nn.Module) -> list[Experts]:
-    """The experts of all layers if they are units of their own, since they are sharded over other ranks than the rest.
+    """The experts of all layers if they are apart from the rest, since other ranks hold or shard them.
 
     So they are if ranks hold different experts, or if ranks share the other matrices.
     """

@@ -1,6 +1,6 @@
 """Replication by DistributedDataParallel, with gradients summed instead of averaged."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,17 +8,25 @@ from torch import nn
 from torch.distributed import GradBucket
 
 from xorl.core.mesh import Mesh
-from xorl.core.torch_private import FixedBuckets
+from xorl.core.torch_private import FixedBuckets, leave_out_of_replicas
 
 
 class Replicated(FixedBuckets):
-    """A replica. `on_last_bucket`, if set, is called in each backward pass once the last bucket is ready to reduce."""
+    """A replica. `on_last_bucket`, if set, is called in each backward pass once the last bucket is ready to reduce.
+
+    summed: the trained parameters whose gradients the backward pass sums over the ranks.
+    """
 
     on_last_bucket: Callable[[], None] | None = None
+    summed: Sequence[nn.Parameter] = ()
 
 
-def replicate(model: nn.Module, mesh: Mesh) -> Replicated:
-    """Replicate `model` on every data-parallel rank; the backward pass sums gradients over ranks."""
+def replicate(model: nn.Module, mesh: Mesh, apart: Sequence[nn.Module] = ()) -> Replicated:
+    """Replicate `model` on every data-parallel rank; the backward pass sums gradients over ranks.
+
+    `apart` are modules of it of which each rank has another one. They keep their own gradients.
+    """
+    leave_out_of_replicas(model, {parameter for module in apart for parameter in module.parameters()})
     on_gpu = mesh.device_type == "cuda"
     module = Replicated(
         model,
@@ -27,7 +35,14 @@ def replicate(model: nn.Module, mesh: Mesh) -> Replicated:
         gradient_as_bucket_view=True,
     )
     module.register_comm_hook(module, _sum_gradients)
+    module.summed = trained_in_replicas(model, apart)
     return module
+
+
+def trained_in_replicas(model: nn.Module, apart: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The trained parameters of `model` outside of the modules `apart`."""
+    own = {parameter for module in apart for parameter in module.parameters()}
+    return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in own]
 
 
 def _sum_gradients(replica: Replicated, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
