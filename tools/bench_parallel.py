@@ -61,14 +61,19 @@ FEW_TOKENS = 256
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks that share the experts, and how tokens reach them; ranks that share each matrix."""
+    """Ranks that share the experts, and how tokens reach them; ranks that share each matrix.
+
+    replicates: each rank holds everything but the experts (ddp) instead of shards of it (fsdp2).
+    """
 
     ep: int
     dispatch: str
     tp: int = 1
+    replicates: bool = False
 
     def __str__(self) -> str:
         parts = [f"ep {self.ep}, {self.dispatch}"] * (self.ep > 1) + [f"tp {self.tp}"] * (self.tp > 1)
+        parts += ["ddp"] * self.replicates
         return ", ".join(parts) or "fsdp2"
 
 
@@ -118,6 +123,7 @@ def config_of(folder: Path, layout: Layout, options: argparse.Namespace) -> Conf
     divides = {"expert_parallel_size": layout.ep} if layout.ep > 1 else {}
     if layout.tp > 1:
         divides["tensor_parallel_size"] = layout.tp
+    mode = "none" if options.tp != [1] and layout.tp == num_ranks else "ddp" if layout.replicates else "fsdp2"
     return config_from_mapping(
         {
             "model": {
@@ -128,7 +134,7 @@ def config_of(folder: Path, layout: Layout, options: argparse.Namespace) -> Conf
             "data": {"datasets": [{"path": "unused"}]},
             "train": {
                 "output_dir": str(folder / "output"),
-                "data_parallel_mode": "none" if options.tp != [1] and layout.tp == num_ranks else "fsdp2",
+                "data_parallel_mode": mode,
                 "param_dtype": "bf16",
                 "optimizer": "anyprecision_adamw",
                 "enable_gradient_checkpointing": options.recompute is not None,
@@ -256,6 +262,8 @@ def layouts_of(options: argparse.Namespace) -> Iterator[Layout]:
     """FSDP2 alone, and every way to reach experts on other ranks; each with every number that share a matrix."""
     for ep, tp in itertools.product(options.ep, options.tp):
         yield from [Layout(1, "none", tp)] if ep == 1 else [Layout(ep, name, tp) for name in options.dispatch]
+        if options.replicas and ep > 1:
+            yield from [Layout(ep, name, tp, replicates=True) for name in options.dispatch]
 
 
 def print_tables(rows: Sequence[Row], options: argparse.Namespace, shape: str) -> None:
@@ -281,6 +289,7 @@ def main() -> None:
     parser.add_argument("--ep", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--tp", type=int, nargs="+", default=[1])
     parser.add_argument("--dispatch", nargs="+", default=["alltoall", "allgather"])
+    parser.add_argument("--replicas", action="store_true", help="also with everything but the experts on each rank")
     parser.add_argument("--num-tokens", type=int, nargs="+", default=[512], help="of a micro-batch on each rank")
     parser.add_argument("--length", type=int, default=4096, help="of a document")
     parser.add_argument("--rounds", type=int, default=5)

@@ -232,7 +232,7 @@ PIPELINE: dict[str, tuple[int, int, list[str]]] = {
     "tp 2, pp 2": (4, 4, [*TP, *PP, *ALONE]),
 }
 EXPERT: dict[str, tuple[int, int, list[str]]] = {
-    "ep 4": (4, 1, ["--train.expert_parallel_size", "4"]),
+    "ep 4, ddp": (4, 1, ["--train.expert_parallel_size", "4", "--train.data_parallel_mode", "ddp"]),
     "none": (1, 1, ALONE),
     "ep 2, fsdp 2": (4, 1, EP),
     "fsdp 4": (4, 1, []),

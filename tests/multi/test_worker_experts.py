@@ -42,6 +42,7 @@ SHAPE = hf_config(
 )
 KINDS: dict[str, dict[str, object]] = {
     "full": {"freeze_router": False},
+    "replicas": {"freeze_router": False, "data_parallel_mode": "ddp", "data_parallel_replicate_size": -1},
     "frozen": {"log_router_stats": False, "router_fp32": False, "moe_implementation": "eager"},
     "lora": {"enable_lora": True, "lora_rank": 8},
     "lora experts": {
@@ -54,6 +55,7 @@ KINDS["lora outer"] = {**KINDS["lora experts"], "moe_hybrid_shared_lora": True}
 TRAINED = [
     ("full", False),
     ("full", True),
+    ("replicas", True),
     ("frozen", False),
     *((kind, divided) for kind in ("lora", "lora experts") for divided in (False, True)),
     ("lora outer", True),
@@ -65,7 +67,8 @@ STATISTICS = ("balance_loss", "z_loss", "imbalance", "entropy", "dead_experts")
 
 def make(folder: Path, kind: str, num_ranks: int, *model_ids: str, divided: bool = False) -> Worker:
     """divided: each rank has its own experts."""
-    options = {**KINDS[kind], **shards(num_ranks), "expert_parallel_size": num_ranks if divided else 1}
+    sizes = {} if kind == "replicas" else shards(num_ranks)
+    options = {**KINDS[kind], **sizes, "expert_parallel_size": num_ranks if divided else 1}
     worker = worker_of(service_config(folder, shape=SHAPE, **options))
     for model_id in model_ids:
         done(worker, ops.CreateModel(model_id, lora=ops.LoraSpec(seed=42) if kind.startswith("lora") else None))
@@ -224,7 +227,7 @@ def test_gradients_and_statistics_are_those_of_local_training_for_any_split(
     # Catches a loss of routers that no client asked for, a frozen router that learns, statistics of another client's
     # tokens, of a call that was aborted, or of one call of several, and options that do not reach the model.
     [(alone, of_step, expected, expected_statistics)] = found("trained", kind, divided, 1)
-    assert ("model.layers.0.mlp.gate.weight" in expected) == (kind == "full")
+    assert ("model.layers.0.mlp.gate.weight" in expected) == (kind in ("full", "replicas"))
     # The service's adapters train the head too, unless a client leaves it out.
     assert_same({name: expected.get(name, value) for name, value in alone.items()}, alone, limit=1e-5)
     assert {name for name, value in expected.items() if value.any()} == {name for name in alone if name in expected}

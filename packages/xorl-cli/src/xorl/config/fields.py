@@ -191,8 +191,9 @@ class ParallelFields(Section):
 
     data_parallel_mode: DataParallelMode = Field(
         default="fsdp2",
-        description="How ranks share the data: none (a single process), ddp (each rank holds the whole model, except for "
-        "the experts that expert_parallel_size divides) or fsdp2 (parameters, gradients and optimizer state are sharded).",
+        description="How ranks share the data: none (a single process), ddp (each rank holds the whole model, except "
+        "for experts that expert_parallel_size divides) or fsdp2 (parameters, gradients and optimizer state are "
+        "sharded).",
     )
     data_parallel_shard_size: DegreeOrRest = Field(
         default=-1,

@@ -184,8 +184,8 @@ class ParallelDims:
         dims = cls(pp, replicate, shard, ring, ulysses, tp, sharding, ep, ep_outside)
         if mode == "ddp" and ep > 1 and dims.num_expert_shards > 1:
             raise ValueError(
-                f"ep: with mode ddp, each expert is on one rank, so it must be {dims.num_expert_shards * ep}, not {ep}; "
-                "or use fsdp2"
+                f"ep: with mode ddp, each expert is on one rank, so it must be {dims.num_expert_shards * ep}, not {ep}, "
+                "or the mode fsdp2"
             )
         return dims
 

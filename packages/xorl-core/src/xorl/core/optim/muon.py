@@ -37,8 +37,8 @@ class MuonOptions:
         momentum, nesterov: decay of the gradients' moving average, and whether to use Nesterov momentum.
         num_steps: number of Newton-Schulz iterations.
         adjust_lr: how the learning rate depends on a matrix's shape.
-        replicas: the group of ranks that hold the same parameters, except for divided experts, if the parameters are not
-            DTensors.
+        replicas: the group of ranks that hold the same parameters, except for experts that they divide, if the parameters
+            are not DTensors.
         divided: for parameters that tensor parallelism divides, by name, what each of its ranks holds of them.
         shards: the ranks that together hold these; neighbours are of different tensor-parallel ranks.
         compute_dtype: dtype of the Newton-Schulz iterations; None means bf16 on a GPU and fp32 on a CPU.
@@ -122,7 +122,7 @@ class Muon(AdamW):
                 continue
             fields = (group[name] for name in ("params", "matrices", "divided", "keys", "local_rows", "shares"))
             stacks += [
-                _MatrixStack(parameter, self.state[parameter], counts, shares, key, rows, _is_of_rank(share), group)
+                _MatrixStack(parameter, self.state[parameter], counts, shares, key, rows, group, _is_of_rank(share))
                 for parameter, counts, shares, key, rows, share in zip(*fields, strict=True)
                 if parameter.grad is not None
             ]
@@ -228,8 +228,8 @@ class _MatrixStack:
     shares: tuple[Share | None, ...]
     key: int
     local_rows: Sequence[LocalRows]
-    is_of_rank: bool
     group: Mapping[str, Any]
+    is_of_rank: bool = False
 
     @property
     def is_divided(self) -> bool:
