@@ -183,9 +183,9 @@ class ParallelDims:
         sharding = context_sharding if mode == "fsdp2" else "none"
         dims = cls(pp, replicate, shard, ring, ulysses, tp, sharding, ep, ep_outside)
         if mode == "ddp" and ep > 1 and dims.num_expert_shards > 1:
+            wanted = dims.num_expert_shards * ep
             raise ValueError(
-                f"ep: with mode ddp, each expert is on one rank, so it must be {dims.num_expert_shards * ep}, not {ep}, "
-                "or the mode fsdp2"
+                f"ep: with mode ddp, each expert is on one rank, so it must be {wanted}, not {ep}, or the mode fsdp2"
             )
         return dims
 

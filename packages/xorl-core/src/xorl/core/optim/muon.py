@@ -37,8 +37,8 @@ class MuonOptions:
         momentum, nesterov: decay of the gradients' moving average, and whether to use Nesterov momentum.
         num_steps: number of Newton-Schulz iterations.
         adjust_lr: how the learning rate depends on a matrix's shape.
-        replicas: the group of ranks that hold the same parameters, except for experts that they divide, if the parameters
-            are not DTensors.
+        replicas: the group of ranks that hold the same parameters, except for experts that they divide, if the
+            parameters are not DTensors.
         divided: for parameters that tensor parallelism divides, by name, what each of its ranks holds of them.
         shards: the ranks that together hold these; neighbours are of different tensor-parallel ranks.
         compute_dtype: dtype of the Newton-Schulz iterations; None means bf16 on a GPU and fp32 on a CPU.
