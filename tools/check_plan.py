@@ -25,6 +25,7 @@ LORA = {"lora.enable_lora": "true"}
 QLORA = {"lora.enable_qlora": "true"}
 HALF = {"model.foundation": "{num_hidden_layers: 24}"}
 EAGER = {"train.enable_compile": "false"}
+REPLICAS = {"train.data_parallel_mode": "ddp"}
 BF16_STATES = {"train.optimizer": "anyprecision_adamw", "train.optimizer_dtype": "bf16"}
 ALL_LINEAR = {"lora.lora_target_modules": "[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"}
 
@@ -163,6 +164,16 @@ MEASURED = (
         27328,
         59.3,
         {**LAYERS, **HALF, **_axes(expert=2), "model.ep_dispatch": "allgather"},
+        2,
+    ),
+    Measured(
+        "30B-A3B, 24 layers, ep 2 of replicas, 1 row",
+        "qwen3-30b-a3b",
+        "h200",
+        4096,
+        36839,
+        70.8,
+        {**LAYERS, **HALF, **REPLICAS, **_axes(expert=2), "model.ep_dispatch": "allgather"},
         2,
     ),
 )
