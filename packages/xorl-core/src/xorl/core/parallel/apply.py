@@ -327,10 +327,10 @@ def parallelize(
         fill(model)
     gather_as_stored(model)
     fp8_weights = Fp8Weights(model) if policy.fp8 == "tensorwise" else None
-    apart = [] if mesh.ep is None else experts_apart(model)
+    divided = [] if mesh.ep is None else experts_apart(model)
     # DDP rejects models without trained parameters, which have no gradients to reduce anyway.
-    is_replica = policy.data_parallel_mode == "ddp" and trained_in_replicas(model, apart)
-    forward = replicate(model, mesh, apart) if is_replica else model
+    is_replica = policy.data_parallel_mode == "ddp" and trained_in_replicas(model, divided)
+    forward = replicate(model, mesh, divided) if is_replica else model
     return ParallelModel(model, forward, mesh, fp8_weights, policy.reshard_after_forward)
 
 
