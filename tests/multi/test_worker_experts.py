@@ -40,9 +40,10 @@ from xorl.train.build import build_engine
 SHAPE = hf_config(
     "qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1], output_router_logits=True, router_aux_loss_coef=0.5
 )
+REPLICAS: dict[str, object] = {"data_parallel_mode": "ddp", "data_parallel_replicate_size": -1}
 KINDS: dict[str, dict[str, object]] = {
     "full": {"freeze_router": False},
-    "replicas": {"freeze_router": False, "data_parallel_mode": "ddp", "data_parallel_replicate_size": -1},
+    "replicas": {"freeze_router": False, **REPLICAS},
     "frozen": {"log_router_stats": False, "router_fp32": False, "moe_implementation": "eager"},
     "lora": {"enable_lora": True, "lora_rank": 8},
     "lora experts": {
@@ -51,11 +52,13 @@ KINDS: dict[str, dict[str, object]] = {
         "lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"],
     },
 }
+KINDS["lora replicas"] = {**KINDS["lora experts"], **REPLICAS}
 KINDS["lora outer"] = {**KINDS["lora experts"], "moe_hybrid_shared_lora": True}
 TRAINED = [
     ("full", False),
     ("full", True),
     ("replicas", True),
+    ("lora replicas", True),
     ("frozen", False),
     *((kind, divided) for kind in ("lora", "lora experts") for divided in (False, True)),
     ("lora outer", True),
@@ -67,7 +70,7 @@ STATISTICS = ("balance_loss", "z_loss", "imbalance", "entropy", "dead_experts")
 
 def make(folder: Path, kind: str, num_ranks: int, *model_ids: str, divided: bool = False) -> Worker:
     """divided: each rank has its own experts."""
-    sizes = {} if kind == "replicas" else shards(num_ranks)
+    sizes = {} if kind.endswith("replicas") else shards(num_ranks)
     options = {**KINDS[kind], **sizes, "expert_parallel_size": num_ranks if divided else 1}
     worker = worker_of(service_config(folder, shape=SHAPE, **options))
     for model_id in model_ids:
