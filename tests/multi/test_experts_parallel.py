@@ -144,7 +144,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ep: 3 does not divide the 4 ranks .*dp_shard 4"):
         parallel_dims(config, 4)
     for options, message in (
-        ({"data_parallel_mode": "ddp"}, "ddp does not shard, so expert_parallel_size cannot be 2"),
+        (ONE_PROCESS, "none does not divide rows or parameters, so expert_parallel_size cannot be 2"),
         (
             {"data_parallel_mode": "fsdp2", "enable_compile": True},
             "with alltoall, .* cannot be compiled: set enable_compile to false",
