@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -291,7 +292,21 @@ def steps(
         engine.zero_grad()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "NUM_STEPS", num_steps)
-        return verify.take_steps(engine, config, architecture, num_bins)
+        result = verify.take_steps(engine, config, architecture, num_bins)
+    if config.train.data_parallel_mode == "ddp":
+        assert_replicas_are_alike(engine)
+    return result
+
+
+def assert_replicas_are_alike(engine: Engine) -> None:
+    """Every replica holds what the first one holds, except for experts that they divide. Collective."""
+    group = engine.model.mesh.loss.group
+    for name, parameter in engine.model.module.named_parameters():
+        share = engine.model.shares.get(name)
+        if share is None or "ep" not in share.divided_over:
+            first = parameter.detach().clone()
+            dist.broadcast(first, group=group, group_src=0)
+            assert torch.equal(first, parameter), name
 
 
 def alone(folder: Path, run: Run) -> Result:
