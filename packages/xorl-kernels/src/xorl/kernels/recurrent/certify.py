@@ -28,8 +28,7 @@ Compute = Callable[[RecurrenceFns, Sequence[Tensor], SequenceLayout], Tensor]
 
 
 def resolve_recurrence(name: str, request: RecurrenceRequest) -> RecurrenceFns:
-    """The functions of the backend `name`; "auto" takes the first that can run of fla, triton, batched and
-    plain.
+    """The functions of the backend `name`; "auto" takes the first of fla, triton, batched and plain that can run.
 
     All but the plain functions are certified first. If that fails, "auto" takes the plain ones, with a warning.
 

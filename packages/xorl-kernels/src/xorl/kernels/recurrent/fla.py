@@ -374,5 +374,5 @@ def _differentiate_norm(ctx: _Context, grad: Tensor, _: Tensor) -> tuple[Tensor 
 
 _gated_norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
 
-# The library has no state space with groups, so that is computed in torch.
+# The library has no state space with groups, so xorl's own kernels compute that.
 FUNCTIONS = RecurrenceFns(gated_delta, causal_conv, unit_norm, gated_norm, space_triton.state_space)
