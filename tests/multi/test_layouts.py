@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -41,6 +42,12 @@ def found(request: pytest.FixtureRequest, launch: Launch, tmp_path_factory: pyte
     return launch(cells)
 
 
+# Options of layouts that compute in another order than one process. The others only add up sums over other tokens, so
+# they differ less.
+DIVIDING = {f"{axis}_parallel_size" for axis in ("tensor", "pipeline", "expert", "ulysses", "ringattn")}
+LIMIT_OF_DATA = 1e-6
+
+
 @pytest.mark.parametrize(("layout", "run"), [(name, run) for name, layout in LAYOUTS.items() for run in layout.runs])
 def test_a_layout_equals_one_process(layout: str, run: str, found: Launches) -> None:
     # Catches keys that are missing or seen twice, positions and frequencies of a part in place of the row's, labels and
@@ -52,5 +59,6 @@ def test_a_layout_equals_one_process(layout: str, run: str, found: Launches) -> 
     # sharded from the outside in, which leaves the inner ones nothing.
     [measured, *_], [expected] = found(layout, run), found(*alone_key(run))
     differences = compare(measured, replace(expected, losses=expected.losses[: len(measured.losses)]))
-    failed = {kind: one for kind, one in differences.items() if not one.is_within}
+    limit = math.inf if DIVIDING & LAYOUTS[layout].train.keys() else LIMIT_OF_DATA
+    failed = {kind: one for kind, one in differences.items() if not one.is_within or one.error > limit}
     assert not failed, failed
