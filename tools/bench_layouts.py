@@ -62,8 +62,8 @@ class Run:
         )
 
 
-def layouts(num_ranks: int, *, has_experts: bool) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """The name and sizes of each layout, FSDP2 alone first. A name may end with a dispatch of tokens to experts."""
+def layouts(num_ranks: int, *, has_experts: bool) -> Iterator[tuple[str, Mapping[str, int | str]]]:
+    """The name and options of each layout, FSDP2 alone first. A name may end with a dispatch of tokens to experts."""
     yield "fsdp2", {}
     sizes = [size for size in (2, 4, 8) if num_ranks % size == 0]
     for size in sizes:
@@ -73,6 +73,8 @@ def layouts(num_ranks: int, *, has_experts: bool) -> Iterator[tuple[str, Mapping
         if has_experts:
             experts = {"expert_parallel_size": size}
             yield f"ep {size}", experts
+            if size == num_ranks:
+                yield f"ep {size}, ddp", {**experts, "data_parallel_mode": "ddp"}
             yield f"ep {size}, {EXACT}", experts
             for name, axis in context.items():
                 yield f"{name}, ep {size}", {**axis, **experts}
@@ -108,9 +110,11 @@ def train_rank(config: Path) -> None:
         shutdown()
 
 
-def measure(options: argparse.Namespace, name: str, sizes: Mapping[str, int], folder: Path) -> Run:
+def measure(options: argparse.Namespace, name: str, changes: Mapping[str, int | str], folder: Path) -> Run:
     """Train in one layout, on all ranks."""
-    num_sharing = math.prod(size for axis, size in sizes.items() if axis != "expert_parallel_size")
+    num_sharing = math.prod(
+        size for axis, size in changes.items() if isinstance(size, int) and axis != "expert_parallel_size"
+    )
     output = folder / name.replace(" ", "_").replace(",", "")
     is_exact = name.endswith(EXACT)
     config = {
@@ -134,7 +138,7 @@ def measure(options: argparse.Namespace, name: str, sizes: Mapping[str, int], fo
             "save_hf_weights": False,
             "log_format": "structured",
             "use_wandb": False,
-            **sizes,
+            **changes,
         },
     }
     file = folder / f"{output.name}.yaml"
@@ -181,10 +185,10 @@ def main() -> int:
         num_tokens = (options.steps + 2) * options.tokens_per_step
         write_documents(folder / "documents.jsonl", shape["vocab_size"], min(LONGEST, options.seq), num_tokens)
         reference: Run | None = None
-        for name, sizes in layouts(options.ranks, has_experts="num_experts" in shape):
+        for name, changes in layouts(options.ranks, has_experts="num_experts" in shape):
             if options.layouts is not None and name not in (*options.layouts, "fsdp2"):
                 continue
-            run = measure(options, name, sizes, folder)
+            run = measure(options, name, changes, folder)
             reference = reference or run
             share = run.tokens_per_s / reference.tokens_per_s
             losses, norms = differences(run.losses, reference.losses), differences(run.norms, reference.norms)

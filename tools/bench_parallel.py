@@ -1,15 +1,18 @@
-"""Times steps with matrices or experts divided among ranks, beside FSDP2 alone: tokens/s, and the host's time.
+"""Times steps with matrices, experts or rows divided among ranks, beside FSDP2: tokens/s, and the host's time.
 
     uv run torchrun --nproc-per-node 4 tools/bench_parallel.py                        # a tiny model, to test the tool
     torchrun --nproc-per-node 4 tools/bench_parallel.py --shape qwen3-30b-a3b --num-tokens 16384 4096 \
         --recompute --compile
     uv run tools/bench_parallel.py --shape qwen3-30b-a3b --layers 12 --num-tokens 16384 --json ep.json
     uv run tools/bench_parallel.py --shape qwen3-8b --num-tokens 8192 --ep 1 --tp 1 2 --compile
+    torchrun --nproc-per-node 2 tools/bench_parallel.py --shape qwen3-1.7b --num-tokens 16384 --ep 1 \
+        --ulysses 1 2 --ring 1 2 --replicas --recompute --compile
 
 Under torchrun, all ranks train together. Without it, the others exist only in torch's fake process group: this rank
 receives, as many times as there are ranks, what it would send to itself, which shows what it computes without
 communication, and one rank alone stands for FSDP2. Tokens/s are then those of one micro-batch of this rank, even if it
-has only its share of each matrix.
+has only its share of each matrix. Ranks that share rows need torchrun: such a row has as many tokens as one that a rank
+reads alone, so each rank has fewer.
 
 Routes are those of random weights, documents have --length tokens, and the learning rate is 0, so that all layouts have
 the same loss. Layers are compiled where that is possible. Prints a table in Markdown for each size of a micro-batch:
@@ -29,7 +32,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -61,7 +64,7 @@ FEW_TOKENS = 256
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks that share the experts, and how tokens reach them; ranks that share each matrix.
+    """Ranks that share the experts, and how tokens reach them; ranks that share each matrix; and those of each row.
 
     replicates: each rank holds everything but the experts (ddp) instead of shards of it (fsdp2).
     """
@@ -69,10 +72,18 @@ class Layout:
     ep: int
     dispatch: str
     tp: int = 1
+    ulysses: int = 1
+    ring: int = 1
     replicates: bool = False
+
+    @property
+    def num_sharing(self) -> int:
+        """Ranks that train the same rows."""
+        return self.tp * self.ulysses * self.ring
 
     def __str__(self) -> str:
         parts = [f"ep {self.ep}, {self.dispatch}"] * (self.ep > 1) + [f"tp {self.tp}"] * (self.tp > 1)
+        parts += [f"ulysses {self.ulysses}"] * (self.ulysses > 1) + [f"ring {self.ring}"] * (self.ring > 1)
         parts += ["ddp"] * self.replicates
         return ", ".join(parts) or "fsdp2"
 
@@ -120,9 +131,12 @@ def config_of(folder: Path, layout: Layout, options: argparse.Namespace) -> Conf
     changes: dict[str, object] = {"num_hidden_layers": options.layers} if options.layers else {}
     if options.tiny:
         changes |= TINY | {"vocab_size": 512, "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 4}
-    divides = {"expert_parallel_size": layout.ep} if layout.ep > 1 else {}
-    if layout.tp > 1:
-        divides["tensor_parallel_size"] = layout.tp
+    sizes = {
+        "expert_parallel_size": layout.ep,
+        "tensor_parallel_size": layout.tp,
+        "ulysses_parallel_size": layout.ulysses,
+        "ringattn_parallel_size": layout.ring,
+    }
     mode = "none" if options.tp != [1] and layout.tp == num_ranks else "ddp" if layout.replicates else "fsdp2"
     return config_from_mapping(
         {
@@ -141,7 +155,7 @@ def config_of(folder: Path, layout: Layout, options: argparse.Namespace) -> Conf
                 **({"recompute_policy": options.recompute} if options.recompute else {}),
                 "enable_compile": options.compile and layout.dispatch != "alltoall",
                 "max_grad_norm": 1.0,
-                **divides,
+                **{name: size for name, size in sizes.items() if size > 1},
             },
         }
     ).config
@@ -239,7 +253,7 @@ def rows_of(folder: Path, layout: Layout, options: argparse.Namespace, device: t
     if not runtime.is_launched():
         alone(layout.ep * layout.tp)
     steps = Steps(folder, layout, options, device)
-    num_readers = dist.get_world_size() // layout.tp if runtime.is_launched() else 1
+    num_readers = dist.get_world_size() // layout.num_sharing if runtime.is_launched() else 1
     host = 0.0
     for index, num_tokens in enumerate(options.num_tokens):
         seconds, peak, loss = steps.measure(num_tokens, options)
@@ -259,11 +273,15 @@ def rows_of(folder: Path, layout: Layout, options: argparse.Namespace, device: t
 
 
 def layouts_of(options: argparse.Namespace) -> Iterator[Layout]:
-    """FSDP2 alone, and every way to reach experts on other ranks; each with every number that share a matrix."""
-    for ep, tp in itertools.product(options.ep, options.tp):
-        yield from [Layout(1, "none", tp)] if ep == 1 else [Layout(ep, name, tp) for name in options.dispatch]
-        if options.replicas and ep > 1:
-            yield from [Layout(ep, name, tp, replicates=True) for name in options.dispatch]
+    """FSDP2 alone, and every way to reach experts on other ranks; each with every number that share a matrix or row."""
+    for ep, *sharing in itertools.product(options.ep, options.tp, options.ulysses, options.ring):
+        for name in options.dispatch if ep > 1 else ["none"]:
+            layout = Layout(ep, name, *sharing)
+            if runtime.is_launched() and layout.num_sharing > dist.get_world_size():
+                continue
+            yield layout
+            if options.replicas and (ep > 1 or layout.num_sharing > layout.tp):
+                yield replace(layout, replicates=True)
 
 
 def print_tables(rows: Sequence[Row], options: argparse.Namespace, shape: str) -> None:
@@ -288,9 +306,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="only so many layers; 2 of the tiny model")
     parser.add_argument("--ep", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--tp", type=int, nargs="+", default=[1])
+    parser.add_argument("--ulysses", type=int, nargs="+", default=[1])
+    parser.add_argument("--ring", type=int, nargs="+", default=[1])
     parser.add_argument("--dispatch", nargs="+", default=["alltoall", "allgather"])
     parser.add_argument("--replicas", action="store_true", help="also with everything but the experts on each rank")
-    parser.add_argument("--num-tokens", type=int, nargs="+", default=[512], help="of a micro-batch on each rank")
+    parser.add_argument(
+        "--num-tokens", type=int, nargs="+", default=[512], help="of the rows that a rank reads at once"
+    )
     parser.add_argument("--length", type=int, default=4096, help="of a document")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
