@@ -43,7 +43,6 @@ def stream(**fields: object) -> object:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: pack([3, 70], bin_len=64), "lengths: document 1 has 70 tokens"),
         (lambda: pack([3], bin_len=64, method="greedy"), "method: 'greedy' is not one of sequential, multipack, none"),
         (lambda: pack([3], bin_len=64, group_size=0), "group_size: 0, want at least 1"),
         (lambda: loader(micro_batch_size=0), "micro_batch_size: 0, want at least 1"),
@@ -56,18 +55,8 @@ def stream(**fields: object) -> object:
         (lambda: prepare([], PrepareOptions(bin_len=8)), "entries is empty"),
         (lambda: prepare([DatasetEntry("dummy")], PrepareOptions(bin_len=0)), "bin_len: 0, want at least 1"),
         (lambda: prepare([DatasetEntry("x", data_files=[])], PrepareOptions(bin_len=8)), "data_files: is empty"),
-        (
-            lambda: prepare([DatasetEntry("x", overflow_limit=2.0)], PrepareOptions(bin_len=8)),
-            "overflow_limit: 2.0 is not a fraction",
-        ),
-        (
-            lambda: split_step([1.0, float("nan")], dp_size=1, micro_batch_size=1),
-            "costs: .*, want a number of at least 0",
-        ),
-        (
-            lambda: prepare([DatasetEntry("dummy", type="tokens")], PrepareOptions(bin_len=8, vocab_size=9)),
-            r"entries\[0\].type: 'tokens' is not one of",
-        ),
+        (lambda: entry(overflow_limit=2.0), "overflow_limit: 2.0 is not a fraction"),
+        (lambda: split_step([1.0, np.nan], dp_size=1, micro_batch_size=1), "costs: .*, want a number of at least 0"),
         (lambda: prepare("x.jsonl", PrepareOptions(8)), "entries: 'x.jsonl' is str, want a list of DatasetEntry"),
         (lambda: prepare(["x.jsonl"], PrepareOptions(8)), r"entries\[0\]: 'x.jsonl' is str, want DatasetEntry"),
         (lambda: prepare(DatasetEntry("dummy"), PrepareOptions(8)), "entries: .* is DatasetEntry, want a list of"),
@@ -97,21 +86,14 @@ def stream(**fields: object) -> object:
         (lambda: stream(max_seq_len=100), r"entries\[0\].max_seq_len: 100, want 1 to 64, the bin length"),
         (lambda: stream(max_seq_len=0), r"entries\[0\].max_seq_len: 0, want 1 to 64"),
         (lambda: stream(max_seq_len=-1), r"entries\[0\].max_seq_len: -1, want 1 to 64"),
-        (lambda: entry(max_seq_len=33), r"entries\[0\].max_seq_len: 33, want 1 to 32"),
         (lambda: entry(shards=2, shards_idx=0), r"entries\[0\].shards: 2 has no effect on dummy"),
         (lambda: entry(split="test"), r"entries\[0\].split: 'test' has no effect on dummy"),
         (lambda: push_documents(dummy(), "a/b", "x", token=None, num_files=0), "num_files: 0, want at least 1"),
         (lambda: push_documents(dummy(), "a/b", "x", token=None, num_files=-1), "num_files: -1, want at least 1"),
-        (
-            lambda: push_documents(dummy(), "a/b", __file__, token=None),
-            "prepared_path: .*arguments.py/pushed cannot be",
-        ),
+        (lambda: push_documents(dummy(), "a/b", __file__, token=None), "prepared_path: .*py/pushed cannot be"),
         (lambda: dummy(model_special_ids={"eos_token": (3,)}), "model_special_ids: 'eos_token' is not one of bos, eos"),
         (lambda: dummy(model_special_ids={"eos": 3}), "model_special_ids: eos: 3, want a tuple of int"),
-        (
-            lambda: StreamOptions(8, model_special_ids={"eos": ("3",)}),
-            r"model_special_ids: eos: \('3',\), want a tuple of int",
-        ),
+        (lambda: StreamOptions(8, model_special_ids={"eos": ("3",)}), r"model_special_ids: eos: \('3',\), want a tupl"),
         (lambda: TokenizedFormat(4, "cut", "x"), "overflow: 'cut' is not one of truncate, drop, "),
         (lambda: TokenizedFormat(4, "drop", "x", columns="input_ids"), "columns: 'input_ids' is str, want a list of"),
         (lambda: ChatFormat(4, "drop", "x", TOKENIZER, train_on="user"), "train_on: 'user' is not one of assistant, "),

@@ -10,28 +10,10 @@ import pyarrow.parquet
 import pytest
 
 from xorl.data import DataError, DatasetEntry, prepare
-from xorl.data.formats import load_tokenizer
-from xorl.data.inspect import text_segments, trained_texts
-from xorl.data.stream import StreamOptions, check_first_samples, open_stream, read_sample
+from xorl.data.stream import check_first_samples, read_sample
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 HEAD = "<|user|>Hi<|end|>\n<|assistant|>"
-
-
-def texts(path, options, **entry):
-    """(whole text, trained texts) of each document of a file."""
-    documents = prepare([DatasetEntry(str(path), **entry)], options)
-    tokenizer = load_tokenizer(options.tokenizer_folder)
-    parts = [text_segments(*documents.document(index), tokenizer) for index in range(len(documents))]
-    return [("".join(part.text for part in own), list(trained_texts(own))) for own in parts]
-
-
-def stream_of(path, options, **entry):
-    return open_stream(
-        [DatasetEntry(str(path), **entry)],
-        StreamOptions(bin_len=512, tokenizer_folder=options.tokenizer_folder),
-        index_path=options.prepared_path / "streams",
-    )
 
 
 def write_repeated(kind, folder):
@@ -67,13 +49,13 @@ KINDS = ("csv", "tsv", "json", "jsonl", "parquet", "parquet nested", "feather", 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_repeated_column_is_refused_in_every_format(text_options, tmp_path, kind):
+def test_a_repeated_column_is_refused_in_every_format(text_stream, text_options, tmp_path, kind):
     """Catches two columns of one name of which the last is trained, prepared or streamed."""
     path = write_repeated(kind, tmp_path)
     with pytest.raises(DataError, match=r"rows.*'(extra\.)?answer' twice"):
         prepare([DatasetEntry(str(path), type="prompt_completion")], text_options)
     with pytest.raises(DataError, match=r"rows.*'(extra\.)?answer' twice"):
-        read_sample(stream_of(path, text_options, type="prompt_completion"), 1)
+        read_sample(text_stream(path, type="prompt_completion"), 1)
 
 
 def test_a_repeated_column_of_token_rows_is_refused(text_options, tmp_path):
@@ -85,11 +67,11 @@ def test_a_repeated_column_of_token_rows_is_refused(text_options, tmp_path):
             prepare([DatasetEntry(str(path))], text_options)
 
 
-def test_columns_without_names_may_be_repeated(text_options, tmp_path):
+def test_columns_without_names_may_be_repeated(texts, tmp_path):
     """Catches CSV files whose lines end with commas, whose unnamed columns nobody can mean."""
     path = tmp_path / "rows.csv"
     path.write_text("question,answer,,\nq,a,,\n")
-    assert texts(path, text_options, type="prompt_completion") == [("q\n\na<|end|>", ["a<|end|>"])]
+    assert texts(path, type="prompt_completion") == [("q\n\na<|end|>", ["a<|end|>"])]
 
 
 def test_files_in_utf16_are_named(text_options, tmp_path):
@@ -102,84 +84,70 @@ def test_files_in_utf16_are_named(text_options, tmp_path):
                 prepare([DatasetEntry(str(path), type="text")], text_options)
 
 
-def unused_in(path, options, caplog, **entry):
-    """The columns and keys that are named as not used: in the log and the receipt, prepared and streamed."""
-    caplog.clear()
-    with caplog.at_level(logging.INFO):
-        [receipt] = prepare([DatasetEntry(str(path), **entry)], options).receipt.datasets
-    lines = [message for message in caplog.messages if "not used" in message]
-    named = receipt.findings.unused
-    expected = [f"{path}: columns and message keys that are not used: {', '.join(named)}"] if named else []
-    assert lines == expected
-    assert check_first_samples(stream_of(path, options, **entry), strict=False).findings[0].unused == named
-    return sorted(named)
+@pytest.fixture
+def unused_in(text_options, text_stream, write_as, tmp_path, caplog):
+    """Returns the columns and keys that are named as not used: in the log and the receipt, prepared and streamed."""
 
+    def found(rows, *, file="jsonl", **entry):
+        path = write_as(file, tmp_path, rows) if isinstance(rows, list) else rows
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            [receipt] = prepare([DatasetEntry(str(path), **entry)], text_options).receipt.datasets
+        lines = [message for message in caplog.messages if "not used" in message]
+        named = receipt.findings.unused
+        expected = [f"{path}: columns and message keys that are not used: {', '.join(named)}"] if named else []
+        assert lines == expected
+        assert check_first_samples(text_stream(path, **entry), strict=False).findings[0].unused == named
+        return sorted(named)
 
-def write_rows(kind, folder, rows):
-    path = folder / f"rows.{kind}"
-    if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif kind == "json":
-        path.write_text(json.dumps(rows))
-    elif kind == "parquet":
-        pa.parquet.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        pa.feather.write_feather(pa.Table.from_pylist(rows), path)
-    return path
+    return found
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "feather"])
-def test_columns_and_keys_that_are_not_used_are_named(text_options, tmp_path, caplog, kind):
+def test_columns_and_keys_that_are_not_used_are_named(unused_in, write_template, write_as, tmp_path, kind):
     """Catches columns and message keys that are dropped without a word, and used ones that are called unused."""
     other = {"id": 5, "empty": None}
     messages = [{**USER, "name": "Ann"}, {**ASSISTANT, "source": "web"}]
-    template = tmp_path / "names.jinja"
-    template.write_text(
+    template = write_template(
         "{% for m in messages %}<|{{ m.role }}|>{{ m['name'] if m.name }}{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    chat = write_rows(kind, tmp_path, [{"messages": messages, **other}] * 3)
-    found = unused_in(chat, text_options, caplog, type="chat")
+    chat = write_as(kind, tmp_path, [{"messages": messages, **other}] * 3)
+    found = unused_in(chat, type="chat")
     assert found == ["id", "messages[].name", "messages[].source"]
-    found = unused_in(chat, text_options, caplog, type="chat", chat_template=str(template))
+    found = unused_in(chat, type="chat", chat_template=template)
     assert found == ["id", "messages[].source"]
     prompt = {"prompt": "a", "completion": "b"}
     both = [{**prompt, "text": "c", "tag": None, **other}, {**prompt, "tag": "d"}]
-    rows = write_rows(kind, tmp_path, both)
-    assert unused_in(rows, text_options, caplog, type="prompt_completion") == ["id", "tag", "text"]
-    rows = write_rows(kind, tmp_path, [{"text": "a", **other}])
-    assert unused_in(rows, text_options, caplog, type="text") == ["id"]
-    rows = write_rows(kind, tmp_path, [{"input_ids": [1, 2], "token_type_ids": [0, 0], "id": 5}])
-    assert unused_in(rows, text_options, caplog) == ["id", "token_type_ids"]
-    rows = write_rows(kind, tmp_path, [{"text": "a"}])
-    assert unused_in(rows, text_options, caplog, type="text") == []
+    assert unused_in(both, file=kind, type="prompt_completion") == ["id", "tag", "text"]
+    assert unused_in([{"text": "a", **other}], file=kind, type="text") == ["id"]
+    assert unused_in([{"input_ids": [1, 2], "token_type_ids": [0, 0], "id": 5}], file=kind) == ["id", "token_type_ids"]
+    assert unused_in([{"text": "a"}], file=kind, type="text") == []
 
 
 @pytest.mark.parametrize("key", ["train", "training", "trainable", "loss", "weight"])
-def test_keys_that_exclude_a_message_are_honoured(text_options, tmp_path, key):
+def test_keys_that_exclude_a_message_are_honoured(texts, key):
     """Catches an answer that is trained although its data excludes it, under the key of another trainer."""
     bad = {"role": "assistant", "content": "BAD"}
     for off, on in ((False, True), (0, 1)):
         messages = [USER, {**bad, key: off}, USER, {**ASSISTANT, key: on}]
-        [(text, trained)] = texts(write_rows("jsonl", tmp_path, [{"messages": messages}]), text_options, type="chat")
+        [(text, trained)] = texts([{"messages": messages}], type="chat")
         assert "BAD" in text
         assert trained == ["Hello<|end|>"]
         with pytest.raises(DataError, match=r"message 1 is not to be trained, but train_on: all trains every token"):
-            texts(write_rows("jsonl", tmp_path, [{"messages": messages}]), text_options, type="chat", train_on="all")
+            texts([{"messages": messages}], type="chat", train_on="all")
     for value in (0.5, "false", "no", [1]):
-        path = write_rows("jsonl", tmp_path, [{"messages": [USER, {**ASSISTANT, key: value}]}])
         with pytest.raises(DataError, match=rf"line 1: message 1: {key} must be true or false \(1 or 0\)"):
-            texts(path, text_options, type="chat")
+            texts([{"messages": [USER, {**ASSISTANT, key: value}]}], type="chat")
 
 
 @pytest.mark.parametrize(
     "key", ["mask", "loss_mask", "train_detail", "loss_scale", "response_mask", "loss_masking_spans"]
 )
-def test_keys_that_xorl_does_not_have_are_refused_by_name(text_options, tmp_path, key):
+def test_keys_that_xorl_does_not_have_are_refused_by_name(texts, text_stream, write_as, tmp_path, key):
     """Catches masks and weights of other trainers that are ignored, in a message or beside one, in every type."""
-    path = write_rows("jsonl", tmp_path, [{"messages": [USER, {**ASSISTANT, key: 0}]}])
     with pytest.raises(DataError, match=rf"line 1: message 1 has the key '{key}', which masks messages or gives"):
-        texts(path, text_options, type="chat")
+        texts([{"messages": [USER, {**ASSISTANT, key: 0}]}], type="chat")
     rows = {
         "chat": {"messages": [USER, ASSISTANT]},
         "prompt_completion": {"prompt": "a", "completion": "b"},
@@ -189,74 +157,68 @@ def test_keys_that_xorl_does_not_have_are_refused_by_name(text_options, tmp_path
     for kind, row in rows.items():
         for file in ("jsonl", "parquet"):
             # A key that only a later row of JSON lines has; Parquet's rows all have the columns of the first one.
-            path = write_rows(file, tmp_path, [row | ({key: None} if file == "parquet" else {}), {**row, key: [0, 1]}])
+            path = write_as(file, tmp_path, [row | ({key: None} if file == "parquet" else {}), {**row, key: [0, 1]}])
             with pytest.raises(DataError, match=rf"rows.*column '{key}' .*gives? them weights"):
-                texts(path, text_options, type=kind)
+                texts(path, type=kind)
             with pytest.raises(DataError, match=rf"column '{key}' .*gives? them weights"):
-                read_sample(stream_of(path, text_options, type=kind), 2)
-            left_out = texts(path, text_options, type=kind, ignore_columns=[key])
-            assert left_out == texts(write_rows(file, tmp_path, [row, row]), text_options, type=kind)
+                read_sample(text_stream(path, type=kind), 2)
+            left_out = texts(path, type=kind, ignore_columns=[key])
+            assert left_out == texts([row, row], file=file, type=kind)
             # Columns of nulls mask nothing.
-            texts(write_rows(file, tmp_path, [{**row, key: None}]), text_options, type=kind)
+            texts([{**row, key: None}], file=file, type=kind)
 
 
-def test_a_message_of_a_prompt_cannot_ask_to_be_trained(text_options, tmp_path):
+def test_a_message_of_a_prompt_cannot_ask_to_be_trained(texts):
     """Catches a key of an assistant message that is ignored because prompts are not trained."""
     row = {"prompt": [USER, {**ASSISTANT, "train": True}, USER], "completion": [ASSISTANT]}
-    path = write_rows("jsonl", tmp_path, [row])
     with pytest.raises(DataError, match=r"line 1: message 1 is in column 'prompt', which is not trained, but its key"):
-        texts(path, text_options, type="chat")
+        texts([row], type="chat")
     row["prompt"][1]["train"] = False
-    assert len(texts(write_rows("jsonl", tmp_path, [row]), text_options, type="chat")) == 1
+    assert len(texts([row], type="chat")) == 1
 
 
-def test_ignored_columns_do_not_choose_the_type(text_options, tmp_path):
+def test_ignored_columns_do_not_choose_the_type(texts):
     """Catches a column that is left out, and yet decides how the rows are read."""
-    path = write_rows("jsonl", tmp_path, [{"text": "a", "input_ids": [1, 2], "loss": 0.5}])
-    assert texts(path, text_options, type="auto", ignore_columns=["input_ids", "loss"])[0][0] == "a<|end|>"
+    [(text, _)] = texts(
+        [{"text": "a", "input_ids": [1, 2], "loss": 0.5}], type="auto", ignore_columns=["input_ids", "loss"]
+    )
+    assert text == "a<|end|>"
 
 
-def test_rows_may_say_that_they_are_trained_as_usual(text_options, tmp_path):
+def test_rows_may_say_that_they_are_trained_as_usual(prepare_rows, texts, text_options):
     """Catches a refusal of flags that change nothing, and rows that are trained although they exclude themselves."""
     row = {"messages": [USER, ASSISTANT]}
     for name, value in (("train", True), ("loss", 1), ("weight", 1.0), ("mask", "User")):
-        path = write_rows("jsonl", tmp_path, [{**row, name: value}])
-        assert texts(path, text_options, type="chat") == [(f"{HEAD}Hello<|end|>\n", ["Hello<|end|>"])]
+        assert texts([{**row, name: value}], type="chat") == [(f"{HEAD}Hello<|end|>\n", ["Hello<|end|>"])]
     for name, value in (("train", False), ("weight", 0.5), ("mask", "Assistant")):
-        path = write_rows("jsonl", tmp_path, [{**row, name: value}])
         with pytest.raises(DataError, match=rf"line 1: column '{name}' is {value!r}: it masks rows"):
-            texts(path, text_options, type="chat")
+            texts([{**row, name: value}], type="chat")
     # A column that is named is data, whatever its name, and selected columns of ids leave others out.
-    path = write_rows("jsonl", tmp_path, [{"mask": "a"}])
-    assert texts(path, text_options, type="text", column_names={"text": "mask"})[0][0] == "a<|end|>"
-    path = write_rows("jsonl", tmp_path, [{"input_ids": [1, 2], "loss_mask": [0, 1]}])
-    prepare([DatasetEntry(str(path), columns=("input_ids",))], text_options)
+    assert texts([{"mask": "a"}], type="text", column_names={"text": "mask"})[0][0] == "a<|end|>"
+    prepare_rows([{"input_ids": [1, 2], "loss_mask": [0, 1]}], text_options, columns=("input_ids",))
 
 
-def test_system_and_history_of_instruction_rows_are_used(text_options, tmp_path):
+def test_system_and_history_of_instruction_rows_are_used(texts):
     """Catches prompts without their system message and earlier turns, in every file and under other names."""
     row = {"instruction": "and in winter?", "input": "", "output": "cold"}
     row |= {"system": "You are a weather bot", "history": [["weather in summer?", "hot"], ["in fall?", "wet"]]}
     prompt = "You are a weather bot\n\nweather in summer?\n\nhot\n\nin fall?\n\nwet\n\nand in winter?\n\n"
     expected = [(f"{prompt}cold<|end|>", ["cold<|end|>"])]
     for kind in ("jsonl", "parquet", "feather"):
-        assert texts(write_rows(kind, tmp_path, [row]), text_options, type="prompt_completion") == expected
+        assert texts([row], file=kind, type="prompt_completion") == expected
     as_text = {**row, "history": json.dumps(row["history"])}
-    assert texts(write_rows("jsonl", tmp_path, [as_text]), text_options, type="auto") == expected
+    assert texts([as_text], type="auto") == expected
     names = {"system": "sys", "history": "past", "instruction": "do", "input": "input", "output": "output"}
     renamed = {names[name]: value for name, value in row.items()}
     for kind in ("jsonl", "parquet"):
-        path = write_rows(kind, tmp_path, [renamed])
-        assert texts(path, text_options, type="prompt_completion", column_names=names) == expected
+        assert texts([renamed], file=kind, type="prompt_completion", column_names=names) == expected
     for empty in (None, [], ""):
-        path = write_rows("jsonl", tmp_path, [{**row, "system": None, "history": empty}])
-        assert texts(path, text_options, type="auto")[0][0] == "and in winter?\n\ncold<|end|>"
+        assert texts([{**row, "system": None, "history": empty}], type="auto")[0][0] == "and in winter?\n\ncold<|end|>"
     for wrong in ([["a"]], ["a", "b"], "words", [["a", 1]]):
-        path = write_rows("jsonl", tmp_path, [{**row, "history": wrong}])
         with pytest.raises(DataError, match=r"line 1: column 'history' contains .*, want a list of pairs"):
-            texts(path, text_options, type="auto")
+            texts([{**row, "history": wrong}], type="auto")
     with pytest.raises(DataError, match="line 1: column 'past' does not exist"):
-        texts(write_rows("jsonl", tmp_path, [row]), text_options, type="auto", column_names={"history": "past"})
+        texts([row], type="auto", column_names={"history": "past"})
 
 
 THINKING = (
@@ -265,42 +227,37 @@ THINKING = (
 )
 
 
-def test_template_variables_of_a_row_are_used(text_options, tmp_path, caplog):
+def test_template_variables_of_a_row_are_used(unused_in, texts, write_template, tmp_path):
     """Catches rows that are all rendered with the variables of the dataset, and unknown variables."""
-    template = tmp_path / "thinking.jinja"
-    template.write_text(THINKING)
     rows = [
         {"messages": [USER, ASSISTANT], "chat_template_kwargs": each} for each in ({"enable_thinking": False}, None)
     ]
-    entry = {"type": "chat", "chat_template": str(template)}
+    entry = {"type": "chat", "chat_template": write_template(THINKING)}
     for kind in ("jsonl", "parquet"):
-        found = texts(write_rows(kind, tmp_path, rows), text_options, **entry)
+        found = texts(rows, file=kind, **entry)
         assert [text.endswith("QUIET") for text, _ in found] == [True, False]
-        found = texts(tmp_path / f"rows.{kind}", text_options, **entry, chat_template_kwargs={"enable_thinking": True})
+        found = texts(tmp_path / f"rows.{kind}", **entry, chat_template_kwargs={"enable_thinking": True})
         assert [text.endswith("QUIET") for text, _ in found] == [True, False]
     rows[1]["chat_template_kwargs"] = '{"colour": "red"}'
-    path = write_rows("jsonl", tmp_path, rows)
-    assert unused_in(path, text_options, caplog, **entry) == ["chat_template_kwargs.colour"]
+    assert unused_in(rows, **entry) == ["chat_template_kwargs.colour"]
     rows[1]["chat_template_kwargs"] = [1]
     with pytest.raises(DataError, match="line 2: column 'chat_template_kwargs' is list, want an object"):
-        texts(write_rows("jsonl", tmp_path, rows), text_options, **entry)
+        texts(rows, **entry)
 
 
-def test_two_conversations_or_two_reasonings_are_refused(text_options, tmp_path, caplog):
+def test_two_conversations_or_two_reasonings_are_refused(unused_in, texts, write_as, tmp_path):
     """Catches the second of two columns or keys that mean the same, dropped without a word."""
     share = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Other"}]
-    path = write_rows("jsonl", tmp_path, [{"messages": [USER, ASSISTANT], "conversations": share}])
+    path = write_as("jsonl", tmp_path, [{"messages": [USER, ASSISTANT], "conversations": share}])
     with pytest.raises(DataError, match="line 1: columns 'messages' and 'conversations' both have a conversation"):
-        texts(path, text_options, type="chat")
+        texts(path, type="chat")
     entry = {"type": "chat", "column_names": {"messages": "conversations"}}
-    assert texts(path, text_options, **entry)[0][1] == ["Other<|end|>"]
-    assert unused_in(path, text_options, caplog, **entry) == ["messages"]
+    assert texts(path, **entry)[0][1] == ["Other<|end|>"]
+    assert unused_in(path, **entry) == ["messages"]
     answer = {**ASSISTANT, "thinking": "a"}
-    path = write_rows("jsonl", tmp_path, [{"messages": [USER, {**answer, "reasoning_content": "a"}]}])
-    texts(path, text_options, type="chat")
-    path = write_rows("jsonl", tmp_path, [{"messages": [USER, {**answer, "reasoning": "b"}]}])
+    texts([{"messages": [USER, {**answer, "reasoning_content": "a"}]}], type="chat")
     with pytest.raises(DataError, match="line 1: message 1 has different texts in thinking and reasoning"):
-        texts(path, text_options, type="chat")
+        texts([{"messages": [USER, {**answer, "reasoning": "b"}]}], type="chat")
 
 
 CALLS = (
@@ -310,48 +267,42 @@ CALLS = (
 )
 
 
-def test_parallel_calls_of_sharegpt_are_read(text_options, tmp_path):
+def test_parallel_calls_of_sharegpt_are_read(texts, write_template):
     """Catches a list of calls that is refused, in ShareGPT's role and in the older key of OpenAI."""
-    template = tmp_path / "calls.jinja"
-    template.write_text(CALLS)
     calls = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]
-    entry = {"type": "chat", "chat_template": str(template)}
+    entry = {"type": "chat", "chat_template": write_template(CALLS)}
     for value in (calls, json.dumps(calls)):
         turns = [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": value}]
         rows = [{"conversations": turns}, {"messages": [USER, {"role": "assistant", "function_call": value}]}]
-        for _, trained in texts(write_rows("jsonl", tmp_path, rows), text_options, **entry):
+        for _, trained in texts(rows, **entry):
             assert trained == ['f{"x": 1};g{};<|end|>']
     for wrong, shown in (([], "an empty list"), ([5], "int"), ("[1]", "int"), (7, "int")):
         turns = [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": wrong}]
         with pytest.raises(DataError, match=f"message 1 contains {shown}, want a call or a list of calls"):
-            texts(write_rows("jsonl", tmp_path, [{"conversations": turns}]), text_options, **entry)
+            texts([{"conversations": turns}], **entry)
 
 
-def test_parts_and_calls_have_no_masks_of_their_own(text_options, tmp_path, caplog):
+def test_parts_and_calls_have_no_masks_of_their_own(unused_in, texts, write_template):
     """Catches a part of an answer that is trained although its key excludes it, and keys of parts dropped silently."""
-    template = tmp_path / "calls.jinja"
-    template.write_text(CALLS)
-    entry = {"type": "chat", "chat_template": str(template)}
+    entry = {"type": "chat", "chat_template": write_template(CALLS)}
     for key, value in (("train", False), ("weight", 0), ("weight", 0.5), ("loss_mask", 1)):
         part = {"type": "text", "text": "BAD", key: value}
         call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}, key: value}
         for content in ({"content": [part, {"type": "text", "text": "ok"}]}, {"tool_calls": [call]}):
-            path = write_rows("jsonl", tmp_path, [{"messages": [USER, {"role": "assistant", **content}]}])
             with pytest.raises(
                 DataError, match=f"line 1: message 1: a part of its content or a tool call sets {key}: "
             ):
-                texts(path, text_options, **entry)
+                texts([{"messages": [USER, {"role": "assistant", **content}]}], **entry)
     part = {"type": "text", "text": "ok", "train": True, "weight": None, "cache_control": "x"}
     function = {"name": "f", "arguments": {"x": 1}, "strict": True}
     answer = {"role": "assistant", "content": [part], "tool_calls": [{"id": "1", "function": function, "by": "me"}]}
-    path = write_rows("jsonl", tmp_path, [{"messages": [USER, answer]}])
-    assert unused_in(path, text_options, caplog, **entry) == [
+    assert unused_in([{"messages": [USER, answer]}], **entry) == [
         *("messages[].content[].cache_control", "messages[].content[].train"),
         *("messages[].tool_calls[].by", "messages[].tool_calls[].function.strict"),
     ]
 
 
-def test_repeated_keys_in_json_text_are_refused(text_options, tmp_path):
+def test_repeated_keys_in_json_text_are_refused(texts):
     """Catches the last of two values being read from JSON that a column or a call holds as text."""
     twice = '{"name": "f", "name": "g", "arguments": {}}'
     whole = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "content": "c"}]'
@@ -366,77 +317,72 @@ def test_repeated_keys_in_json_text_are_refused(text_options, tmp_path):
     ):
         for kind in ("jsonl", "parquet"):
             with pytest.raises(DataError, match=f"has the key '{key}' twice in one object"):
-                texts(write_rows(kind, tmp_path, [row]), text_options, type="chat")
+                texts([row], file=kind, type="chat")
 
 
-def test_a_message_before_the_last_turn_cannot_ask_to_be_trained(text_options, tmp_path):
+def test_a_message_before_the_last_turn_cannot_ask_to_be_trained(texts):
     """Catches a key of an assistant message that train_on: last_turn overrides silently."""
     messages = [USER, {**ASSISTANT, "train": True}, USER, {"role": "assistant", "content": "Last"}]
-    path = write_rows("jsonl", tmp_path, [{"messages": messages}])
     with pytest.raises(DataError, match=r"line 1: message 1 is to be trained, but train_on: last_turn excludes it"):
-        texts(path, text_options, type="chat", train_on="last_turn")
+        texts([{"messages": messages}], type="chat", train_on="last_turn")
     messages[1]["train"], messages[3]["train"] = False, True
-    path = write_rows("jsonl", tmp_path, [{"messages": messages}])
-    assert texts(path, text_options, type="chat", train_on="last_turn")[0][1] == ["Last<|end|>"]
+    assert texts([{"messages": messages}], type="chat", train_on="last_turn")[0][1] == ["Last<|end|>"]
 
 
-def test_content_beside_from_is_refused(text_options, tmp_path):
+def test_content_beside_from_is_refused(texts):
     """Catches a message of two texts, of which one replaced the other."""
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "content": "c"}]
     with pytest.raises(DataError, match="line 1: message 1 has content beside from; write role and content, or from"):
-        texts(write_rows("jsonl", tmp_path, [{"conversations": turns}]), text_options, type="chat")
+        texts([{"conversations": turns}], type="chat")
 
 
 @pytest.mark.parametrize("kind", ["chat", "auto", "prompt_completion"])
-def test_messages_in_prompt_and_completion_are_one_conversation(text_options, tmp_path, kind):
+def test_messages_in_prompt_and_completion_are_one_conversation(texts, write_as, tmp_path, kind):
     """Catches TRL's conversational rows that are refused, or trained on the answers of the prompt."""
     early = [USER, {"role": "assistant", "content": "Old"}, USER]
     row = {"prompt": early, "completion": [ASSISTANT], "system": "Be kind."}
     body = "<|user|>Hi<|end|>\n<|assistant|>Old<|end|>\n<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n"
     whole = f"<|system|>Be kind.<|end|>\n{body}"
     for file in ("jsonl", "parquet"):
-        path = write_rows(file, tmp_path, [row])
-        assert texts(path, text_options, type=kind) == [(whole, ["Hello<|end|>"])]
-        everything = texts(path, text_options, type=kind, train_on="all")
+        path = write_as(file, tmp_path, [row])
+        assert texts(path, type=kind) == [(whole, ["Hello<|end|>"])]
+        everything = texts(path, type=kind, train_on="all")
         assert everything == [(whole, [whole.removeprefix("<|system|>")])]
         # CSV files, and some others, hold messages as JSON.
         as_json = {name: json.dumps(value) if isinstance(value, list) else value for name, value in row.items()}
-        assert texts(write_rows(file, tmp_path, [as_json]), text_options, type=kind) == [(whole, ["Hello<|end|>"])]
+        assert texts([as_json], file=file, type=kind) == [(whole, ["Hello<|end|>"])]
         names = {"prompt": "p", "completion": "c"}
         renamed_row = {names.get(name, name): value for name, value in row.items()}
-        renamed = write_rows(file, tmp_path, [renamed_row])
         if kind != "auto":
-            assert texts(renamed, text_options, type=kind, column_names=names) == [(whole, ["Hello<|end|>"])]
+            assert texts([renamed_row], file=file, type=kind, column_names=names) == [(whole, ["Hello<|end|>"])]
     if kind == "prompt_completion":
         # Text that only looks like messages remains text.
         for text in ("[1]", "[]", "[x", '[{"a": "b"}]'):
-            found = texts(
-                write_rows("jsonl", tmp_path, [{"prompt": text, "completion": text}]), text_options, type=kind
-            )
+            found = texts([{"prompt": text, "completion": text}], type=kind)
             assert found == [(f"{text}{text}<|end|>", [f"{text}<|end|>"])]
-        path = write_rows("parquet", tmp_path, [renamed_row])
-        assert texts(path, text_options, type=kind, train_on="completion", column_names=names)[0][1] == ["Hello<|end|>"]
+        [(_, trained)] = texts([renamed_row], file="parquet", type=kind, train_on="completion", column_names=names)
+        assert trained == ["Hello<|end|>"]
     with pytest.raises(DataError, match="line 1: message 1 has role user after user"):
-        texts(write_rows("jsonl", tmp_path, [{"prompt": [USER], "completion": [USER]}]), text_options, type=kind)
+        texts([{"prompt": [USER], "completion": [USER]}], type=kind)
 
 
-def test_the_tokens_that_end_trained_text_are_in_the_receipt(text_options, tmp_path):
+def test_the_tokens_that_end_trained_text_are_in_the_receipt(
+    prepare_rows, write_template, text_stream, write_as, text_options, tmp_path
+):
     """Catches an end token of a template that nobody can add to the tokens that stop generation."""
     rows = [{"messages": [USER, ASSISTANT, USER, ASSISTANT]}] * 3
-    path = write_rows("jsonl", tmp_path, rows)
-    template = tmp_path / "end.jinja"
-    template.write_text(
+    path = write_as("jsonl", tmp_path, rows)
+    template = write_template(
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ '<|pad|> \n' if m.role == 'assistant' }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     expected = {"assistant": {"<|pad|>": 6}, "all": {"<|pad|>": 3}, "last_turn": {"<|pad|>": 3}}
     for train_on, tokens in expected.items():
-        entry = {"type": "chat", "chat_template": str(template), "train_on": train_on}
+        entry = {"type": "chat", "chat_template": template, "train_on": train_on}
         for _ in range(2):  # prepared, and loaded
             assert prepare([DatasetEntry(str(path), **entry)], text_options).receipt.end_tokens == tokens
-        stream = check_first_samples(stream_of(path, text_options, **entry))
+        stream = check_first_samples(text_stream(path, **entry))
         assert stream.findings[0].end_tokens == tokens
-    prompts = write_rows("jsonl", tmp_path, [{"prompt": "a", "completion": "b"}])
-    assert prepare([DatasetEntry(str(prompts), type="auto")], text_options).receipt.end_tokens == {"<|end|>": 1}
-    ids = write_rows("jsonl", tmp_path, [{"input_ids": np.arange(5).tolist()}])
-    assert prepare([DatasetEntry(str(ids))], text_options).receipt.end_tokens == {}
+    prompts = prepare_rows([{"prompt": "a", "completion": "b"}], text_options, type="auto")
+    assert prompts.receipt.end_tokens == {"<|end|>": 1}
+    assert prepare_rows([{"input_ids": np.arange(5).tolist()}], text_options).receipt.end_tokens == {}

@@ -6,7 +6,7 @@ import pytest
 from xorl.data import DataError, DatasetEntry, prepare
 from xorl.data.declared import declared_names, local_cards
 from xorl.data.formats import load_tokenizer
-from xorl.data.stream import StreamOptions, open_stream, read_sample
+from xorl.data.stream import read_sample
 
 
 def clone(folder, files, configs):
@@ -19,21 +19,19 @@ def clone(folder, files, configs):
     return folder
 
 
-def names_in(folder, options, **entry):
-    """The files whose rows are read, by preparing and by streaming."""
-    entry = DatasetEntry(str(folder), type="text", **entry)
-    tokenizer = load_tokenizer(options.tokenizer_folder)
-    stream = open_stream(
-        [entry],
-        StreamOptions(bin_len=512, tokenizer_folder=options.tokenizer_folder, shuffle=False),
-        index_path=options.prepared_path / "streams",
-    )
-    found = []
-    for documents in (prepare([entry], options), read_sample(stream, 100)):
-        ids = [documents.document(index)[0] for index in range(len(documents))]
-        found.append(sorted(tokenizer.core.decode(row.tolist()) for row in ids))
-    assert found[0] == found[1]
-    return found[0]
+@pytest.fixture
+def names_in(texts, text_options, text_stream):
+    """Returns a function that lists the files of a folder whose rows are read, by preparing and by streaming."""
+
+    def found(folder, **entry):
+        entry = {"type": "text", **entry}
+        names = sorted(text.removesuffix("<|end|>") for text, _ in texts(folder, **entry))
+        sample = read_sample(text_stream(folder, shuffle=False, **entry), 100)
+        core = load_tokenizer(text_options.tokenizer_folder).core
+        assert sorted(core.decode(sample.document(index)[0].tolist()) for index in range(len(sample))) == names
+        return names
+
+    return found
 
 
 SPLITS = """\
@@ -71,12 +69,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_clone_is_read_as_datasets_reads_it(text_options, tmp_path, case, monkeypatch):
+def test_a_clone_is_read_as_datasets_reads_it(names_in, tmp_path, case, monkeypatch):
     """Catches test rows, other configs and raw files that are trained on, although the README leaves them out."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     files, configs, entry, expected = CASES[case]
     folder = clone(tmp_path / "clone", files, configs)
-    assert names_in(folder, text_options, **entry) == expected
+    assert names_in(folder, **entry) == expected
     theirs = datasets.load_dataset(str(folder), entry.get("name"), split=entry.get("split", "train"))
     assert sorted(theirs["text"]) == expected
     # A bucket has the same files, which can only be listed.
@@ -111,10 +109,10 @@ def test_what_a_readme_does_not_declare_is_refused(text_options, tmp_path, case)
         prepare([DatasetEntry(str(folder), type="text", **entry)], text_options)
 
 
-def test_other_readmes_change_nothing(text_options, tmp_path):
+def test_other_readmes_change_nothing(names_in, tmp_path):
     """Catches a folder with any README that is taken for a clone, and files that are named in spite of one."""
     folder = clone(tmp_path / "clone", ["a.jsonl", "b.jsonl"], SPLITS)
-    assert names_in(folder, text_options, data_files="b.jsonl", ds_type="json") == ["b.jsonl"]
+    assert names_in(folder, data_files="b.jsonl", ds_type="json") == ["b.jsonl"]
     for text in ("configs:\n- mine\n", "---\nlicense: mit\n---\nconfigs: none\n", "---\nunclosed: [\n"):
         (folder / "README.md").write_text(text)
-        assert names_in(folder, text_options) == ["a.jsonl", "b.jsonl"]
+        assert names_in(folder) == ["a.jsonl", "b.jsonl"]

@@ -5,8 +5,6 @@ from dataclasses import replace
 from typing import get_args
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 import torch
 
@@ -35,13 +33,13 @@ LISTS_ONLY = (
 
 
 def ask(*images, text="What is it?", answer="A cat.") -> list[dict]:
-    return [
-        {
-            "role": "user",
-            "content": [*({"type": "image", **image} for image in images), {"type": "text", "text": text}],
-        },
-        {"role": "assistant", "content": answer},
-    ]
+    parts = [*({"type": "image", **image} for image in images), {"type": "text", "text": text}]
+    return [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+
+
+def in_row(content: bytes) -> dict[str, str]:
+    """The part of a message that holds a file."""
+    return {"base64": base64.b64encode(content).decode()}
 
 
 @pytest.fixture
@@ -54,39 +52,26 @@ def image_options(text_options, tmp_path, write_tokenizer):
 def prepared(image_options, tmp_path, write_jsonl):
     """Prepares rows of a file in a folder with the files a.png (24 x 16) and b.png (16 x 32)."""
 
-    def prepare_rows(rows, options=image_options, **entry):
+    def prepared_with(rows, options=image_options, **entry):
         folder = tmp_path / "rows"
         write_jsonl(folder / "rows.jsonl", rows)
         (folder / "a.png").write_bytes(picture(24, 16))
         (folder / "b.png").write_bytes(picture(16, 32, seed=1))
         return prepare([DatasetEntry(str(folder / "rows.jsonl"), type="chat", **entry)], options)
 
-    return prepare_rows
+    return prepared_with
 
 
+DATA_URI = "data:image/png;base64," + in_row(picture())["base64"]
 SPELLINGS = {
     "part with a path": {"messages": ask({"path": "a.png"})},
     "part with an image": {"messages": ask({"image": "a.png"})},
     "column": {"messages": ask({}), "images": ["a.png"]},
     "one image in the column": {"messages": ask({}), "images": "a.png"},
     "object in the column": {"messages": ask({}), "images": [{"path": "a.png", "bytes": None}]},
-    "data URI": {"messages": ask({"url": "data:image/png;base64," + base64.b64encode(picture()).decode()})},
-    "base64": {"messages": ask({"base64": base64.b64encode(picture()).decode()})},
-    "part of OpenAI": {
-        "messages": [
-            {
-                "role": "user",
-                "content": [
-                    {
-                        "type": "image_url",
-                        "image_url": {"url": "data:image/png;base64," + base64.b64encode(picture()).decode()},
-                    },
-                    {"type": "text", "text": "What is it?"},
-                ],
-            },
-            {"role": "assistant", "content": "A cat."},
-        ]
-    },
+    "data URI": {"messages": ask({"url": DATA_URI})},
+    "base64": {"messages": ask(in_row(picture()))},
+    "part of OpenAI": {"messages": ask({"type": "image_url", "image_url": {"url": DATA_URI}})},
     "ShareGPT": {
         "conversations": [{"from": "human", "value": "<image>What is it?"}, {"from": "gpt", "value": "A cat."}],
         "images": ["a.png"],
@@ -102,8 +87,8 @@ def test_every_spelling_is_the_same_document(prepared, spelling):
     [image] = documents.images(0)
     # 24 x 16 pixels are 6 x 4 patches, and 3 x 2 tokens.
     assert (image.size, image.grid, image.num_tokens) == ((16, 24), (4, 6), 6)
-    text = "<|user|>", "<|begin|>", *["<|pad|>"] * 6, "<|tool|>"
-    assert ids[:9].tolist() == [259, 256, *[PLACEHOLDER] * 6, 261], text
+    # <|user|>, <|begin|>, the image and <|tool|>
+    assert ids[:9].tolist() == [259, 256, *[PLACEHOLDER] * 6, 261]
     assert (image.start, image.stop) == (2, 8)
     trained = bytes(int(token) for token in ids[labels != IGNORE] if token < 256)
     assert len(trained) == len("A cat.")
@@ -111,12 +96,11 @@ def test_every_spelling_is_the_same_document(prepared, spelling):
     assert image.read() == picture()
 
 
-def test_bytes_in_parquet_are_read(image_options, tmp_path):
+def test_bytes_in_parquet_are_read(prepare_rows, image_options):
     """Catches an image struct, as `datasets` stores it, whose path is preferred to its bytes."""
     answer = [{"type": "text", "text": "A cat."}]  # a column has one type
     rows = [{"messages": ask({}, answer=answer), "images": [{"bytes": picture(), "path": "gone.png"}]}]
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    documents = prepare([DatasetEntry(str(tmp_path / "rows.parquet"), type="chat")], image_options)
+    documents = prepare_rows(rows, image_options, file="parquet", type="chat")
     assert documents.images(0)[0].read() == picture()
 
 
@@ -270,7 +254,7 @@ def test_a_receipt_counts_images(prepared, image_options):
         picture(24, 16, kind="WEBP"),
         picture(24, 16, kind="BMP"),
     ]
-    parts = [{"base64": base64.b64encode(file).decode()} for file in files]
+    parts = list(map(in_row, files))
     rows = [{"messages": ask(*parts[:7])}, {"messages": ask(text="No image.")}, {"messages": ask(*parts[7:])}]
     documents = prepared(rows, replace(image_options, strict=False), max_seq_len=47, overflow="truncate")
     total = documents.receipt.total
@@ -288,21 +272,18 @@ BAD = {
     "missing": ({"messages": ask({"path": "gone.png"})}, r"gone\.png.*No such file"),
     "outside": ({"messages": ask({"path": "../../secret.png"})}, r"outside of .* set images\.root"),
     "URL": ({"messages": ask({"url": "https://example.com/a.png"})}, r"example\.com.* is not downloaded"),
-    "not an image": ({"messages": ask({"base64": "aGVsbG8="})}, r"bytes in the row: the image is not a file that can"),
+    "not an image": ({"messages": ask(in_row(b"hello"))}, r"bytes in the row: the image is not a file that can"),
     "cut file": (
-        {"messages": ask({"base64": base64.b64encode(picture(100, 80)[:40]).decode()})},
+        {"messages": ask(in_row(picture(100, 80)[:40]))},
         "not a file that can be read|cannot be decoded",
     ),
     "cut pixels": (
-        {"messages": ask({"base64": base64.b64encode(picture(100, 80)[:-2000]).decode()})},
+        {"messages": ask(in_row(picture(100, 80)[:-2000]))},
         "bytes in the row: the image cannot be decoded: image file is truncated",
     ),
-    "too long": (
-        {"messages": ask({"base64": base64.b64encode(picture(402, 2)).decode()})},
-        r"402 x 2 pixels, and one side may be at most 200 times",
-    ),
+    "too long": ({"messages": ask(in_row(picture(402, 2)))}, "402 x 2 pixels, and one side may be at most 200 times"),
     "16 bits": (
-        {"messages": ask({"base64": base64.b64encode(picture(8, 8)).decode()}, {"path": "deep.png"})},
+        {"messages": ask(in_row(picture(8, 8)), {"path": "deep.png"})},
         r"deep\.png: the image has values of the kind 'I;16'",
     ),
     "too few": ({"messages": ask({}, {}), "images": ["a.png"]}, "2 places for images, and the column of images 1"),
@@ -383,8 +364,7 @@ def test_a_file_that_is_another_one_later_stops_the_run(prepared, tmp_path, num_
 def test_an_image_whose_pixels_are_cut_stops_the_run(prepared, num_workers):
     """Catches an image that is grey from where its file ends."""
     content = picture(24, 16, kind="JPEG")  # whose header stands before its pixels
-    cut = {"base64": base64.b64encode(content[: len(content) - 200]).decode()}
-    documents = prepared([{"messages": ask(text="Hi")}, {"messages": ask(cut)}])
+    documents = prepared([{"messages": ask(text="Hi")}, {"messages": ask(in_row(content[:-200]))}])
     with pytest.raises(DataError, match="document 1: bytes in the row: the image cannot be decoded"):
         next(loader_of(documents, num_workers=num_workers).steps())
 
@@ -398,12 +378,9 @@ def test_images_are_read_with_the_settings_they_were_prepared_with(prepared):
 
 def test_ranks_encode_large_images_at_the_same_time(prepared):
     """Catches bins that are dealt to ranks by their tokens alone: three ranks then wait for the one that encodes."""
-    pictures = [{"bytes": base64.b64encode(picture(64, 16, seed=seed)).decode()} for seed in range(4)]
+    pictures = [in_row(picture(64, 16, seed=seed)) for seed in range(4)]
     # By their tokens, the others are more expensive than some of those with images, and cheaper than others.
-    rows = [
-        {"messages": ask({"base64": each["bytes"]}, text="What?" + "?" * (9 * index))}
-        for index, each in enumerate(pictures)
-    ]
+    rows = [{"messages": ask(each, text="What?" + "?" * (9 * index))} for index, each in enumerate(pictures)]
     rows += [{"messages": ask(text="What?" + "?" * (18 + index))} for index in range(28)]
     documents = prepared(rows)
     bins = Bins(np.arange(32), np.arange(33), int(documents.lengths.sum()), int(documents.lengths.max()))
@@ -416,19 +393,8 @@ def test_ranks_encode_large_images_at_the_same_time(prepared):
     costly = {number for number in range(32) if bins.indices[bins.offsets[number]] in with_images}
 
     def places(image_cost):
-        loaders = [
-            StepLoader(
-                documents,
-                bins,
-                plan,
-                micro_batch_size=1,
-                dp_rank=rank,
-                dp_size=4,
-                images=SETTINGS,
-                image_cost=image_cost,
-            )
-            for rank in range(4)
-        ]
+        options = {"micro_batch_size": 1, "dp_size": 4, "images": SETTINGS, "image_cost": image_cost}
+        loaders = [StepLoader(documents, bins, plan, dp_rank=rank, **options) for rank in range(4)]
         split = [loader.bins_of_micro_batches(0) for loader in loaders]
         return {index for each in split for index, members in enumerate(each) if costly & set(members.tolist())}
 

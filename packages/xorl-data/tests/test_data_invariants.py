@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from xorl.data import DataError, DatasetEntry, prepare
+from xorl.data import DataError
 from xorl.data.invariants import special_ids
 
 SHORT = {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}
@@ -24,25 +24,24 @@ OVERFLOWS = {
 }
 
 
+def refused(message):
+    """A context in which data is refused, unless the message is None."""
+    return nullcontext() if message is None else pytest.raises(DataError, match=message)
+
+
 @pytest.mark.parametrize("name", OVERFLOWS)
-def test_losses_to_length_stop_a_run_that_did_not_ask_for_them(tmp_path, options, write_jsonl, name):
+def test_losses_to_length_stop_a_run_that_did_not_ask_for_them(prepare_rows, options, name):
     """Catches data that is lost with one line of log because a length is too short for it."""
     entry, message = OVERFLOWS[name]
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    prepared = DatasetEntry(str(path), **entry)
-    if message is None:
-        assert prepare([prepared], replace(options, bin_len=16)).receipt.total.samples == 100
-    else:
-        with pytest.raises(DataError, match=message):
-            prepare([prepared], replace(options, bin_len=16))
+    with refused(message):
+        assert prepare_rows(ROWS, replace(options, bin_len=16), **entry).receipt.total.samples == 100
 
 
-def test_splitting_few_samples_of_many_tokens_stops_a_run_too(tmp_path, options, write_jsonl):
+def test_splitting_few_samples_of_many_tokens_stops_a_run_too(prepare_rows, options):
     """Catches a limit that counts samples alone, while most of the text stands in a few that are torn apart."""
     book = {"input_ids": [*range(1, 901)], "labels": [-100, *range(2, 901)]}
-    path = str(write_jsonl(tmp_path / "rows.jsonl", [*[SHORT] * 199, book]))
     with pytest.raises(DataError, match=r"1 of the 200 samples .* be split, and 900 of 1497 tokens separated"):
-        prepare([DatasetEntry(path, overflow="split")], replace(options, bin_len=16))
+        prepare_rows([*[SHORT] * 199, book], replace(options, bin_len=16), overflow="split")
 
 
 IDS = list(range(1, 11))
@@ -59,70 +58,58 @@ LABELS = {
 
 
 @pytest.mark.parametrize("name", LABELS)
-def test_labels_that_are_not_aligned_stop_a_run(tmp_path, options, write_jsonl, name):
+def test_labels_that_are_not_aligned_stop_a_run(prepare_rows, name):
     """Catches labels that were shifted before, after which a model learns to skip every other token."""
     labels, message = LABELS[name]
-    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": IDS, "labels": labels}] * 2))
-    if message is None:
-        assert len(prepare([DatasetEntry(path)], options)) == 2
-    else:
-        with pytest.raises(DataError, match=message):
-            prepare([DatasetEntry(path)], options)
+    with refused(message):
+        assert len(prepare_rows([{"input_ids": IDS, "labels": labels}] * 2)) == 2
 
 
-def test_prompts_that_are_trained_unasked_stop_a_run(tmp_path, text_options, write_jsonl):
+def test_prompts_that_are_trained_unasked_stop_a_run(prepare_rows, text_options):
     """Catches a prompt column that is empty, or the wrong one, so that the model learns to answer nothing."""
-    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "", "completion": "abc"}] * 5))
+    rows, kind = [{"prompt": "", "completion": "abc"}] * 5, "prompt_completion"
     with pytest.raises(DataError, match=r"in 5 of the 5 samples of .* every token is trained, the prompt included"):
-        prepare([DatasetEntry(path, type="prompt_completion")], text_options)
+        prepare_rows(rows, text_options, type=kind)
     # A prompt of one token is a prompt, unless that is what every text begins with.
-    for prompt, stops in (("a", False), ("<|begin|>", True)):
-        short = str(write_jsonl(tmp_path / f"{stops}.jsonl", [{"prompt": prompt, "completion": "abc"}] * 5))
-        with pytest.raises(DataError, match="every token is trained") if stops else nullcontext():
-            prepare([DatasetEntry(short, type="prompt_completion")], text_options)
-    assert (
-        prepare([DatasetEntry(path, type="prompt_completion", train_on="all")], text_options).receipt.total.samples == 5
-    )
+    for prompt, message in (("a", None), ("<|begin|>", "every token is trained")):
+        with refused(message):
+            prepare_rows([{"prompt": prompt, "completion": "abc"}] * 5, text_options, type=kind)
+    assert prepare_rows(rows, text_options, type=kind, train_on="all").receipt.total.samples == 5
 
 
-def test_a_document_ends_once_and_says_where_it_cannot(tmp_path, text_options, write_jsonl, write_tokenizer, caplog):
+def test_a_document_ends_once_and_says_where_it_cannot(prepare_rows, tmp_path, text_options, write_tokenizer, caplog):
     """Catches a second EOS after one that the data holds already, and documents without any that nobody hears of."""
-    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "ab"}, {"text": "ab<|end|>"}]))
-    assert prepare([DatasetEntry(path, type="text")], text_options).lengths.tolist() == [3, 3]
-    answers = str(write_jsonl(tmp_path / "answers.jsonl", [{"prompt": "abc", "completion": "d<|end|>"}]))
-    assert prepare([DatasetEntry(answers, type="prompt_completion")], text_options).lengths.tolist() == [5]
+    rows, answers = [{"text": "ab"}, {"text": "ab<|end|>"}], [{"prompt": "abc", "completion": "d<|end|>"}]
+    assert prepare_rows(rows, text_options, type="text").lengths.tolist() == [3, 3]
+    assert prepare_rows(answers, text_options, type="prompt_completion").lengths.tolist() == [5]
     endless = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "endless", eos=None))
-    prepare([DatasetEntry(path, type="text")], endless)
+    prepare_rows(rows, endless, type="text")
     assert "the tokenizer has no eos_token, so documents have no end token" in caplog.text
 
 
-def test_ids_of_text_are_checked_against_the_model(tmp_path, text_options, write_jsonl):
+def test_ids_of_text_are_checked_against_the_model(prepare_rows, text_options):
     """Catches a tokenizer that is larger than the model's embedding, whose new tokens nobody names."""
-    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}]))
     refusal = (
         r"row 0 .* writes '<\|end\|>' as id 257, but the model's vocab_size is 257.* has 263 tokens and the model 257 "
         r"rows .* none of them for <\|end\|> \(257\), .*, 1 more\. If .*resize_token_embeddings"
     )
-    entries, smaller = [DatasetEntry(path, type="text")], replace(text_options, vocab_size=257)
+    rows, smaller = [{"text": "abc"}], replace(text_options, vocab_size=257)
     with pytest.raises(DataError, match=refusal):
-        prepare(entries, smaller)
-    assert len(prepare(entries, text_options)) == 1
+        prepare_rows(rows, smaller, type="text")
+    assert len(prepare_rows(rows, text_options, type="text")) == 1
     for cached in (smaller, replace(smaller, skip_prepare=True)):
         with pytest.raises(DataError, match=refusal):
-            prepare(entries, cached)
+            prepare_rows(rows, cached, type="text")
 
 
-def test_tokens_that_the_model_lacks_are_named_if_the_data_does_not_use_them(
-    tmp_path, text_options, write_jsonl, caplog
-):
+def test_tokens_that_the_model_lacks_are_named_if_the_data_does_not_use_them(prepare_rows, text_options, caplog):
     """Catches a tokenizer that is exported beside a model that fails on its tokens."""
-    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}]))
-    prepare([DatasetEntry(path, type="text")], replace(text_options, vocab_size=262))
+    prepare_rows([{"text": "abc"}], replace(text_options, vocab_size=262), type="text")
     assert "263 tokens and the model 262 rows in its embeddings and its head, none of them for <|pad|> (262)" in (
         caplog.text
     )
     caplog.clear()
-    prepare([DatasetEntry(path, type="text")], replace(text_options, vocab_size=263))
+    prepare_rows([{"text": "abc"}], replace(text_options, vocab_size=263), type="text")
     assert "rows" not in caplog.text
 
 
@@ -140,13 +127,9 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_tokenizer_and_model_agree_about_special_tokens(tmp_path, text_options, write_jsonl, name):
+def test_tokenizer_and_model_agree_about_special_tokens(prepare_rows, text_options, name):
     """Catches a model that is taught one end token and is served with another, and never stops."""
     hf_config, message = SPECIAL[name]
-    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}]))
     options = replace(text_options, model_special_ids=special_ids(hf_config))
-    if message is None:
-        assert len(prepare([DatasetEntry(path, type="text")], options)) == 1
-    else:
-        with pytest.raises(DataError, match=message):
-            prepare([DatasetEntry(path, type="text")], options)
+    with refused(message):
+        assert len(prepare_rows([{"text": "abc"}], options, type="text")) == 1

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from xorl.data import DataPlan, DatasetEntry, StepLoader, pack, prepare
+from xorl.data import DataPlan, StepLoader, pack
 
 
 @pytest.fixture
-def prepared(tmp_path, options, make_rows, write_jsonl):
+def prepared(prepare_rows, make_rows):
     """Documents of a file, their bins, and a function that makes loaders over them."""
-    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(150))
-    documents = prepare([DatasetEntry(str(path))], options)
+    documents = prepare_rows(make_rows(150))
     bins = pack(documents.lengths, bin_len=64)
 
     def loader(plan=None, **arguments):

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from xorl.data import DataError, DataPlan, DatasetEntry, StepLoader, pack, prepare
+from xorl.data import DataError, DataPlan, StepLoader, pack
 from xorl.data.batch import IGNORE, PREFERENCE, Column, Document, collate
 from xorl.data.formats import load_tokenizer
-from xorl.data.inspect import text_segments, trained_texts
 from xorl.data.pairs import CROSSED, REFERENCE, ScoredPairs, crossed, document_sums
 from xorl.data.plan import fingerprint_of
 
@@ -53,14 +52,12 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_pair_is_both_answers_with_their_prompt(name, text_options, tmp_path, write_jsonl):
+def test_a_pair_is_both_answers_with_their_prompt(texts, prepare_rows, name, text_options):
     """Catches prompts that are trained, answers in the wrong order, and prompts lost from conversations."""
     row, entry, (text, trained) = SAMPLES[name]
-    path = write_jsonl(tmp_path / "rows.jsonl", [row])
-    documents = prepare([DatasetEntry(str(path), **{"type": "preference", **entry})], text_options)
-    tokenizer = load_tokenizer(text_options.tokenizer_folder)
-    parts = text_segments(*documents.document(0), tokenizer)
-    assert ("".join(part.text for part in parts), list(trained_texts(parts))) == (text, trained)
+    entry = {"type": "preference", **entry}
+    assert texts([row], **entry) == [(text, trained)]
+    documents, tokenizer = prepare_rows([row], text_options, **entry), load_tokenizer(text_options.tokenizer_folder)
     side = documents.extras(0)[PREFERENCE]
     ids = documents.document(0)[0]
     chosen, rejected = (tokenizer.core.decode(ids[one].tolist(), False) for one in (side > 0, side < 0))
@@ -110,37 +107,32 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_pairs_are_refused(name, text_options, tmp_path, write_jsonl):
+def test_pairs_are_refused(prepare_rows, name, text_options):
     """Catches half a pair that is trained on, and options that would cut one."""
     row, entry, message = REFUSED[name]
-    path = write_jsonl(tmp_path / "rows.jsonl", [row])
     with pytest.raises(DataError, match=message):
-        prepare([DatasetEntry(str(path), type="preference", **entry)], text_options)
+        prepare_rows([row], text_options, type="preference", **entry)
 
 
-def test_long_pairs_are_dropped_whole(text_options, tmp_path, write_jsonl):
+def test_long_pairs_are_dropped_whole(prepare_rows, text_options):
     """Catches pairs that lose a part, and pairs that vanish without being counted."""
-    rows = [{"prompt": "2+2=", "chosen": "4", "rejected": "5"}] * 3
-    rows.append({"prompt": "2+2=", "chosen": "4" * 30, "rejected": "5"})
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    entry = DatasetEntry(str(path), type="preference", max_seq_len=30, overflow_limit=1.0)
-    documents = prepare([entry], text_options)
+    pair = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    rows = [*[pair] * 3, {**pair, "chosen": "4" * 30}]
+    documents = prepare_rows(rows, text_options, type="preference", max_seq_len=30, overflow_limit=1.0)
     assert (len(documents), documents.receipt.total.dropped) == (3, 1)
 
 
-def test_bad_rows_are_skipped_whole(text_options, tmp_path, write_jsonl):
+def test_bad_rows_are_skipped_whole(prepare_rows, text_options):
     """Catches a skipped row of which one answer stays."""
     rows = [{"prompt": "2+2=", "chosen": "4", "rejected": "5"}, {"prompt": "a", "chosen": "b"}]
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    documents = prepare([DatasetEntry(str(path), type="preference", skip_bad_rows=0.5)], text_options)
+    documents = prepare_rows(rows, text_options, type="preference", skip_bad_rows=0.5)
     assert (len(documents), documents.receipt.total.skipped) == (1, 1)
 
 
-def test_answers_are_documents_of_a_batch(text_options, tmp_path, write_jsonl):
+def test_answers_are_documents_of_a_batch(prepare_rows, text_options):
     """Catches answers that attend to each other, pairs in several bins, and labels across answers."""
     rows = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": "no" * (1 + i % 4)} for i in range(30)]
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    documents = prepare([DatasetEntry(str(path), type="preference")], text_options)
+    documents = prepare_rows(rows, text_options, type="preference")
     bins = pack(documents.lengths, bin_len=text_options.bin_len, method="multipack")
     plan = DataPlan.one_pass(documents, bins, bins_per_step=1)
     num_pairs = 0

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import pickle
-import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import datasets
 import numpy as np
 import pytest
 
+from full_disk import full_disk
 from xorl.data import DataError, DataFailure, DatasetEntry, PrepareOptions, pack, prepare, split_documents
 from xorl.data.saved import SavedStore
 
@@ -26,11 +26,9 @@ def published(options):
     return sorted(path.parent.name for path in options.prepared_path.glob("*/manifest.json"))
 
 
-def test_a_second_call_loads_what_the_first_wrote(tmp_path, options, make_rows, write_jsonl, rows_of):
+def test_a_second_call_loads_what_the_first_wrote(prepare_rows, options, make_rows, rows_of):
     """Catches a cache that is written and never hit."""
-    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(20))
-    first = prepare([DatasetEntry(str(path))], options)
-    second = prepare([DatasetEntry(str(path))], options)
+    first, second = prepare_rows(make_rows(20)), prepare_rows(make_rows(20))
     assert (first.receipt.datasets[0].cached, second.receipt.datasets[0].cached) == (False, True)
     assert first.fingerprint == second.fingerprint
     assert rows_of(first) == rows_of(second)
@@ -60,7 +58,7 @@ def test_options_that_decide_documents_are_part_of_the_key_and_others_are_not(
     tmp_path, options, make_rows, write_jsonl
 ):
     """Catches a key that misses an option, and a copy of the data for every seed."""
-    path = str(write_jsonl(tmp_path / "rows.jsonl", make_rows(20)))
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(20))
     prepare([DatasetEntry(path)], options)
     for changes in ({"seed": 5}, {"shuffle_merged": True}, {"vocab_size": None}, {"num_proc": 2}):
         assert prepare([DatasetEntry(path)], replace(options, **changes)).receipt.datasets[0].cached
@@ -108,7 +106,7 @@ def test_several_datasets_are_merged_and_shuffled_by_seed(tmp_path, options, mak
 def test_the_receipt_accounts_for_every_sample(tmp_path, options, write_jsonl):
     """Catches samples that vanish with one line of log."""
     rows = [{"input_ids": list(range(1, n + 1))} for n in (10, 3, 20, 5)]
-    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
     entries = [
         DatasetEntry(path, max_seq_len=8),
         DatasetEntry(path, max_seq_len=8, overflow="drop", overflow_limit=1.0),
@@ -134,10 +132,9 @@ def test_the_receipt_accounts_for_every_sample(tmp_path, options, write_jsonl):
     assert json.loads(json.dumps(receipt.as_dict()))["total"]["samples"] == 12
 
 
-def test_held_out_documents_are_drawn_once_and_by_seed(tmp_path, options, make_rows, write_jsonl, rows_of):
+def test_held_out_documents_are_drawn_once_and_by_seed(prepare_rows, make_rows, rows_of):
     """Catches held-out documents that are trained on, or that change between runs."""
-    path = str(write_jsonl(tmp_path / "rows.jsonl", make_rows(40)))
-    documents = prepare([DatasetEntry(path)], options)
+    documents = prepare_rows(make_rows(40))
     train, held_out = split_documents(documents, 0.1, seed=3)
     assert (len(train), len(held_out)) == (36, 4)
     together = rows_of(train) + rows_of(held_out)
@@ -148,7 +145,7 @@ def test_held_out_documents_are_drawn_once_and_by_seed(tmp_path, options, make_r
     assert np.array_equal(train.lengths, [len(row["input_ids"]) for row in rows_of(train)])
 
 
-def test_dummy_needs_no_disk_and_is_the_same_every_time(options, tmp_path):
+def test_dummy_needs_no_disk_and_is_the_same_every_time(options):
     """Catches random data that differs between ranks, and two entries that are one."""
     entry = DatasetEntry("dummy", max_seq_len=48)
     documents = prepare([entry, entry], replace(options, dummy_documents=10))
@@ -164,41 +161,38 @@ def test_dummy_needs_no_disk_and_is_the_same_every_time(options, tmp_path):
     assert tuple(other.document(0)[0].tolist()) not in distinct
 
 
-def test_selected_columns_reach_the_documents_as_extras(tmp_path, options, write_jsonl, rows_of):
+def test_selected_columns_reach_the_documents_as_extras(prepare_rows, options):
     """Catches extras that are cut or ordered unlike their tokens."""
     rows = [{"input_ids": [i, i + 1, i + 2], "weight": [i / 2, 1.0, 0.25]} for i in range(1, 6)]
-    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    entry = DatasetEntry(path, columns=("input_ids", "weight"), max_seq_len=2)
-    documents = prepare([entry], replace(options, shuffle_merged=True))
+    shuffled = replace(options, shuffle_merged=True)
+    documents = prepare_rows(rows, shuffled, columns=("input_ids", "weight"), max_seq_len=2)
     assert documents.extra_names == ("weight",)
     for index in range(5):
         ids, _ = documents.document(index)
         assert documents.extras(index)["weight"].tolist() == [ids[0] / 2, 1.0]
 
 
-def test_labels_that_appear_late_are_told_apart_from_tokens(tmp_path, options, rows_of, monkeypatch, write_jsonl):
+def test_labels_that_appear_late_are_told_apart_from_tokens(prepare_rows, options, rows_of, monkeypatch):
     """Catches a labels file that starts in the middle: all later labels would be shifted against their tokens."""
     monkeypatch.setattr("xorl.data.readers.CHUNK_BYTES", 100)
     plain = [{"input_ids": [i, 2, 3], "labels": [i, 2, 3]} for i in range(30)]
     masked = [{"input_ids": [i, 2, 3], "labels": [-100, 2, 3]} for i in range(30)]
-    for name, rows in (("late", plain + masked + plain), ("never", plain)):
-        documents = prepare([DatasetEntry(str(write_jsonl(tmp_path / f"{name}.jsonl", rows)))], options)
-        assert rows_of(documents) == rows
+    for rows in (plain + masked + plain, plain):
+        assert rows_of(prepare_rows(rows)) == rows
     sizes = [len(list((options.prepared_path / key).glob("labels.i32"))) for key in published(options)]
     assert sorted(sizes) == [0, 1]
 
 
-def test_rows_with_and_without_labels_in_far_places_are_refused(tmp_path, options, monkeypatch, write_jsonl):
+def test_rows_with_and_without_labels_in_far_places_are_refused(prepare_rows, monkeypatch):
     """Catches the half of a dataset that is trained on as a whole because its chunks were read apart."""
     monkeypatch.setattr("xorl.data.readers.CHUNK_BYTES", 100)
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 10 + [{"input_ids": [1, 2, 3]}] * 10
-    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     with pytest.raises(DataError, match=r"(line 1 on have labels.*on have none|the row has no labels, but other rows)"):
-        prepare([DatasetEntry(path)], options)
+        prepare_rows(rows)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
-def test_processes_change_nothing(tmp_path, options, make_rows, write_jsonl, write_as, rows_of, monkeypatch, suffix):
+def test_processes_change_nothing(tmp_path, options, make_rows, write_as, rows_of, monkeypatch, suffix):
     """Catches chunks that come back from the pool in another order, and errors that lose their place on the way."""
     monkeypatch.setattr(prepare_module, "_PARALLEL_BYTES", 0)
     monkeypatch.setattr("xorl.data.readers.CHUNK_BYTES", 400)
@@ -215,23 +209,21 @@ def test_processes_change_nothing(tmp_path, options, make_rows, write_jsonl, wri
         prepare([DatasetEntry(str(path))], replace(options, num_proc=3))
 
 
-def test_documents_travel_by_reference(tmp_path, options, make_rows, write_jsonl, rows_of):
+def test_documents_travel_by_reference(prepare_rows, make_rows, rows_of):
     """Catches documents copied into every worker."""
-    path = str(write_jsonl(tmp_path / "rows.jsonl", make_rows(2000)))
-    documents = prepare([DatasetEntry(path)], options)
+    documents = prepare_rows(make_rows(2000))
     data = pickle.dumps(documents)
     assert len(data) < 2000 * 40
     assert rows_of(pickle.loads(data)) == rows_of(documents)  # noqa: S301  (written by this test)
 
 
-def test_a_damaged_folder_is_refused(tmp_path, options, make_rows, write_jsonl):
+def test_a_damaged_folder_is_refused(prepare_rows, options, make_rows):
     """Catches reading beyond a file that lost its end."""
-    path = str(write_jsonl(tmp_path / "rows.jsonl", make_rows(20)))
-    prepare([DatasetEntry(path)], options)
+    prepare_rows(make_rows(20))
     ids = next(options.prepared_path.glob("*/input_ids.i32"))
     ids.write_bytes(ids.read_bytes()[:-4])
     with pytest.raises(DataError, match=r"input_ids.i32 has .* bytes, but the manifest says .*prepare again"):
-        prepare([DatasetEntry(path)], options)
+        prepare_rows(make_rows(20))
 
 
 # skip_prepare
@@ -367,22 +359,14 @@ def test_progress_is_logged(tmp_path, options, make_rows, write_jsonl, caplog, m
 
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, options, make_rows, write_jsonl):
     # Catches a write error of the clean-up in place of the message, and what was half written left on the full disk.
-    path = tmp_path / "rows.jsonl"
-    write_jsonl(path, make_rows(100))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))
-    try:
-        with pytest.raises(DataFailure, match=r"prepared_path"):
-            prepare([DatasetEntry(path=str(path))], options)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(100))
+    with full_disk(512), pytest.raises(DataFailure, match=r"prepared_path"):
+        prepare([DatasetEntry(path)], options)
     assert [file for file in options.prepared_path.iterdir() if file.suffix != ".lock"] == []
-    prepare([DatasetEntry(path=str(path))], options)
+    prepare([DatasetEntry(path)], options)
 
 
-def test_an_empty_shard_is_told_from_an_empty_dataset(tmp_path):
+def test_an_empty_shard_is_told_from_an_empty_dataset(prepare_rows):
     # Catches a message that sends the user to look into a file that is fine.
-    (tmp_path / "two.jsonl").write_text('{"input_ids": [1, 2, 3]}\n' * 2)
-    entry = DatasetEntry(path=str(tmp_path / "two.jsonl"), shards=100, shards_idx=50)
     with pytest.raises(DataError, match=r"shard 50 of 100.* is empty"):
-        prepare([entry], PrepareOptions(bin_len=8, prepared_path=tmp_path / "prepared"))
+        prepare_rows([{"input_ids": [1, 2, 3]}] * 2, shards=100, shards_idx=50)

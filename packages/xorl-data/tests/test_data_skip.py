@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from xorl.data import DataError, DatasetEntry, prepare
-from xorl.data.stream import StreamLoader, StreamOptions, StreamPlan, StreamTally, check_first_samples, open_stream
+from xorl.data.stream import StreamLoader, StreamPlan, StreamTally, check_first_samples
 
 GOOD = {
     "text": {"text": "a"},
@@ -39,20 +39,20 @@ def write(path, rows):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
 @pytest.mark.parametrize("kind", GOOD)
-def test_bad_rows_are_skipped_and_counted(text_options, tmp_path, caplog, kind, suffix):
+def test_bad_rows_are_skipped_and_counted(text_stream, write_jsonl, text_options, tmp_path, caplog, kind, suffix):
     """Catches a run that cannot be started for one bad row, and rows that are skipped without a word."""
     rows = [row for bad in BAD[kind] for row in (GOOD[kind], GOOD[kind], GOOD[kind], bad)]
     path = write(tmp_path / f"rows.{suffix}", rows)
-    for entry in (DatasetEntry(str(path), type=kind), DatasetEntry(str(path), type=kind, skip_bad_rows=0.1)):
+    for limit in ({}, {"skip_bad_rows": 0.1}):
         with pytest.raises(DataError, match="rows") as caught:
-            prepare([entry], text_options)
+            prepare([DatasetEntry(path, type=kind, **limit)], text_options)
         with pytest.raises(DataError, match="rows"):
-            check_first_samples(stream_of(entry, text_options))
+            check_first_samples(text_stream(path, bin_len=64, type=kind, **limit))
     assert "4 of the 13 samples" in str(caught.value)
     assert "more than 10.00%, the limit of entries[0].skip_bad_rows" in str(caught.value)
-    entry = DatasetEntry(str(path), type=kind, skip_bad_rows=0.5)
-    alone = write_good(tmp_path / "good.jsonl", [GOOD[kind]] * 9)
-    expected = prepare([DatasetEntry(str(alone), type=kind)], text_options)
+    entry = DatasetEntry(path, type=kind, skip_bad_rows=0.5)
+    alone = write_jsonl(tmp_path / "good.jsonl", [GOOD[kind]] * 9)
+    expected = prepare([DatasetEntry(alone, type=kind)], text_options)
     for _ in range(2):  # prepared, and loaded
         caplog.clear()
         documents = prepare([entry], text_options)
@@ -64,24 +64,11 @@ def test_bad_rows_are_skipped_and_counted(text_options, tmp_path, caplog, kind, 
         assert [str(path) in problem for problem in named] == [True] * 4
         assert all(problem in caplog.text for problem in named)
     with caplog.at_level(logging.INFO):
-        stream = check_first_samples(stream_of(entry, text_options))
+        stream = check_first_samples(text_stream(path, bin_len=64, type=kind, skip_bad_rows=0.5))
     assert sorted(stream.findings[0].problems) == sorted(named)
     receipt = receipt_of(stream)
     assert (receipt.total.skipped, receipt.total.samples) == (4 * receipt.total.samples // 13, receipt.total.samples)
     assert receipt.total.skipped >= 4
-
-
-def write_good(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def stream_of(entry, options):
-    return open_stream(
-        [entry],
-        StreamOptions(bin_len=64, vocab_size=options.vocab_size, tokenizer_folder=options.tokenizer_folder),
-        index_path=options.prepared_path / "streams",
-    )
 
 
 def receipt_of(stream):
@@ -103,24 +90,22 @@ def test_lines_of_csv_files_with_other_numbers_of_values_are_bad_rows(text_optio
     assert (documents.receipt.total.skipped, len(documents)) == (1, 2)
 
 
-def test_faults_that_are_not_of_one_row_are_not_skipped(text_options, tmp_path):
+def test_faults_that_are_not_of_one_row_are_not_skipped(prepare_rows, text_options, tmp_path):
     """Catches a dataset without any usable row, or a file that is not what it says, taken for an empty one."""
-    path = write_good(tmp_path / "rows.jsonl", [{"other": 1}] * 3)
     with pytest.raises(DataError, match=r"no documents: of 3 samples .* 3 cannot be used"):
-        prepare([DatasetEntry(str(path), type="text", skip_bad_rows=1.0)], text_options)
+        prepare_rows([{"other": 1}] * 3, text_options, type="text", skip_bad_rows=1.0)
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1 is not enough")
     with pytest.raises(DataError, match="cannot be read as parquet"):
-        prepare([DatasetEntry(str(path), type="text", skip_bad_rows=1.0)], text_options)
-    path = write_good(tmp_path / "rows.jsonl", [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2]}])
+        prepare([DatasetEntry(path, type="text", skip_bad_rows=1.0)], text_options)
+    rows = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2]}]
     with pytest.raises(DataError, match="line 2: the row has no labels, but other rows have them"):
-        prepare([DatasetEntry(str(path), skip_bad_rows=1.0)], text_options)
+        prepare_rows(rows, text_options, skip_bad_rows=1.0)
 
 
-def test_a_tally_of_a_version_with_fewer_counts_is_read(text_options, tmp_path):
+def test_a_tally_of_a_version_with_fewer_counts_is_read(text_stream, write_jsonl, tmp_path):
     """Catches streams that cannot be resumed since a count was added."""
-    path = write_good(tmp_path / "rows.jsonl", [GOOD["text"]] * 9)
-    stream = stream_of(DatasetEntry(str(path), type="text"), text_options)
+    stream = text_stream(write_jsonl(tmp_path / "rows.jsonl", [GOOD["text"]] * 9), type="text")
     values = StreamTally(stream).values.tolist()
     saved = [*range(1, len(values) - 2), 7, 8]  # the last count of the entry is missing
     assert StreamTally(stream, saved).values.tolist() == [*saved[:-2], 0, 7, 8]

@@ -10,14 +10,13 @@ from xorl.data.report import html_report, text_report
 from xorl.data.statistics import NearDuplicates, dataset_statistics, fill_histogram
 
 
-def test_duplicates_beginnings_and_ends_are_counted(tmp_path, text_options, write_jsonl, write_tokenizer):
+def test_duplicates_beginnings_and_ends_are_counted(prepare_rows, tmp_path, text_options, write_tokenizer):
     """Catches an audit that says all is well of data without ends, or in which every tenth document is a copy."""
     folder = write_tokenizer(tmp_path / "bos", adds_bos=True)
     words = [" ".join(str(number * step) for number in range(40)) for step in range(1, 9)]
     rows = [{"text": text} for text in [*words, words[0], words[1], words[2][:-1] + "!"]]
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
     options = type(text_options)(bin_len=512, tokenizer_folder=folder, prepared_path=text_options.prepared_path)
-    documents = prepare([DatasetEntry(str(path), type="text")], options)
+    documents = prepare_rows(rows, options, type="text")
     (found,) = dataset_statistics(documents, load_tokenizer(folder))
     assert (found.num_examined, found.exact_duplicates, found.near_duplicates) == (11, 2, 1)
     assert (found.begins_with_bos, found.begins_with_two_bos) == (1.0, 0.0)

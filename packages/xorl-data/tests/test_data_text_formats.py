@@ -21,22 +21,9 @@ from xorl.data.chunks import LoadedChunk, table_chunks
 from xorl.data.formats import load_tokenizer
 from xorl.data.formats.spans import Rendered, tokenize
 from xorl.data.formats.template import sandbox
-from xorl.data.inspect import text_segments, trained_texts
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CHAT = {"messages": [USER, ASSISTANT, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes"}]}
-
-
-def texts_of(rows, options, tmp_path, write_jsonl, **entry):
-    """(whole text, trained texts) of each row."""
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    documents = prepare([DatasetEntry(str(path), **entry)], options)
-    tokenizer = load_tokenizer(options.tokenizer_folder)
-    found = []
-    for index in range(len(documents)):
-        parts = text_segments(*documents.document(index), tokenizer)
-        found.append(("".join(part.text for part in parts), list(trained_texts(parts))))
-    return found
 
 
 CHAT_TEXT = "<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n<|user|>And?<|end|>\n<|assistant|>Yes<|end|>\n"
@@ -88,22 +75,22 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_row_becomes_text_of_which_the_answer_is_trained(text_options, tmp_path, write_jsonl, name):
+def test_a_row_becomes_text_of_which_the_answer_is_trained(texts, name):
     """Catches prompts that are trained, answers or ends that are not, and columns that are mistaken for others."""
     row, entry, expected = SAMPLES[name]
-    assert texts_of([row], text_options, tmp_path, write_jsonl, **entry) == [expected]
+    assert texts([row], **entry) == [expected]
 
 
-def test_a_tokenizer_that_begins_texts_with_bos_gives_exactly_one(text_options, tmp_path, write_jsonl, write_tokenizer):
+def test_a_tokenizer_that_begins_texts_with_bos_gives_exactly_one(texts, text_options, tmp_path, write_tokenizer):
     """Catches two BOS tokens, one of the data or template and one of the tokenizer, and none at all."""
     options = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "bos", adds_bos=True))
     rows = [{"text": "One."}, {"text": "<|begin|>Twice."}]
-    found = texts_of(rows, options, tmp_path, write_jsonl, type="text")
+    found = texts(rows, options, type="text")
     assert [text for text, _ in found] == ["<|begin|>One.<|end|>", "<|begin|>Twice.<|end|>"]
     prompts = [{"prompt": "a", "completion": "b"}]
-    assert texts_of(prompts, options, tmp_path, write_jsonl, type="auto")[0][0] == "<|begin|>ab<|end|>"
+    assert texts(prompts, options, type="auto")[0][0] == "<|begin|>ab<|end|>"
     with pytest.raises(DataError, match=r"rows.jsonl, line 1: the text begins with two <\|begin\|> \(BOS\) tokens"):
-        texts_of([{"text": "<|begin|><|begin|>One."}], options, tmp_path, write_jsonl, type="text")
+        texts([{"text": "<|begin|><|begin|>One."}], options, type="text")
 
 
 UNSTABLE = (
@@ -114,31 +101,27 @@ UNSTABLE = (
 )
 
 
-def test_an_empty_answer_trains_its_end_or_is_refused(text_options, tmp_path, write_jsonl):
+def test_an_empty_answer_trains_its_end_or_is_refused(texts, write_template):
     """Catches an answer of no words that is taken for one left out, and one left out for the answer before it."""
     turns = [USER, ASSISTANT, USER, {"role": "assistant", "content": ""}, USER, ASSISTANT]
-    template = tmp_path / "template.jinja"
-    template.write_text(UNSTABLE.replace("SKIP", "true"))
-    entry = {"type": "chat", "chat_template": str(template)}
-    [(_, trained)] = texts_of([{"messages": turns}], text_options, tmp_path, write_jsonl, **entry)
+    entry = {"type": "chat", "chat_template": write_template(UNSTABLE.replace("SKIP", "true"))}
+    [(_, trained)] = texts([{"messages": turns}], **entry)
     assert trained == ["Hello<|end|>", "<|end|>", "(thought)Hello<|end|>"]
-    template.write_text(UNSTABLE.replace("SKIP", "message.content"))
+    write_template(UNSTABLE.replace("SKIP", "message.content"))
     with pytest.raises(DataError, match=r"line 1: .* omits message 3"):
-        texts_of([{"messages": turns}], text_options, tmp_path, write_jsonl, **entry)
+        texts([{"messages": turns}], **entry)
 
 
-def test_pad_that_equals_eos_leaves_the_end_trained(text_options, tmp_path, write_jsonl, write_tokenizer):
+def test_pad_that_equals_eos_leaves_the_end_trained(texts, text_options, tmp_path, write_tokenizer):
     """Catches masks made of `ids == pad`, after which a model never stops."""
     options = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "pad", pad="<|end|>"))
-    assert texts_of([CHAT], options, tmp_path, write_jsonl, type="chat")[0][1] == ["Hello<|end|>", "Yes<|end|>"]
+    assert texts([CHAT], options, type="chat")[0][1] == ["Hello<|end|>", "Yes<|end|>"]
 
 
-def test_a_template_is_a_file_or_a_name(text_options, tmp_path, write_jsonl):
+def test_a_template_is_a_file_or_a_name(texts, write_template):
     """Catches a template option that is read and not used."""
-    template = tmp_path / "own.jinja"
-    template.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}")
-    entry = {"type": "chat", "chat_template": str(template)}
-    found = texts_of([{"messages": [USER, ASSISTANT]}], text_options, tmp_path, write_jsonl, **entry)
+    template = write_template("{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}")
+    found = texts([{"messages": [USER, ASSISTANT]}], type="chat", chat_template=template)
     # Without a generation prompt in the template, the header is not known to be one, and only the content is trained.
     assert found == [("[user]Hi<|end|>[assistant]Hello<|end|>", ["[assistant]Hello<|end|>"])]
 
@@ -265,13 +248,11 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_that_cannot_be_used_is_refused(text_options, tmp_path, write_jsonl, name):
+def test_a_template_that_cannot_be_used_is_refused(prepare_rows, write_template, text_options, name):
     """Catches a mask that is guessed where the template does not tell, and a traceback of the template engine."""
     source, message = TEMPLATES[name]
-    (tmp_path / "own.jinja").write_text(source)
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT]}])
     with pytest.raises(DataError, match=message):
-        prepare([DatasetEntry(str(path), type="chat", chat_template=str(tmp_path / "own.jinja"))], text_options)
+        prepare_rows([{"messages": [USER, ASSISTANT]}], text_options, type="chat", chat_template=write_template(source))
 
 
 def test_what_a_tokenizer_lacks_is_said(text_options, tmp_path, write_jsonl, write_tokenizer):
@@ -313,73 +294,59 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_options_that_a_type_does_not_have_are_refused(text_options, tmp_path, write_jsonl, name):
+def test_options_that_a_type_does_not_have_are_refused(prepare_rows, text_options, name):
     """Catches an option that is accepted and ignored."""
     entry, message = ENTRIES[name]
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"a": "b"}])
     with pytest.raises(DataError, match=message):
-        prepare([DatasetEntry(str(path), **entry)], text_options)
+        prepare_rows([{"a": "b"}], text_options, **entry)
 
 
-def test_everything_that_decides_the_tokens_is_part_of_the_key(text_options, tmp_path, write_jsonl, write_tokenizer):
+def test_everything_that_decides_the_tokens_is_part_of_the_key(
+    prepare_rows, write_template, text_options, tmp_path, write_tokenizer
+):
     """Catches a cache that trains on yesterday's tokens, template or mask."""
-    path = str(write_jsonl(tmp_path / "rows.jsonl", [CHAT] * 3))
-    entry = DatasetEntry(path, type="chat")
-    template = tmp_path / "own.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
 
-    def is_cached(entry: DatasetEntry, folder: Path = text_options.tokenizer_folder) -> bool:
+    def is_cached(folder: Path = text_options.tokenizer_folder, **entry: str) -> bool:
         options = replace(text_options, tokenizer_folder=folder)
-        return prepare([entry], options).receipt.datasets[0].cached
+        return prepare_rows([CHAT] * 3, options, type="chat", **entry).receipt.datasets[0].cached
 
-    assert not is_cached(entry)
-    assert is_cached(entry)
-    assert is_cached(entry, write_tokenizer(tmp_path / "elsewhere"))
-    assert not is_cached(replace(entry, train_on="last_turn"))
-    assert not is_cached(replace(entry, chat_template=str(template)))
-    template.write_text(template.read_text() + " ")
-    assert not is_cached(replace(entry, chat_template=str(template)))
-    assert not is_cached(entry, write_tokenizer(tmp_path / "other", eos="<|begin|>"))
-    assert not is_cached(
-        entry, write_tokenizer(tmp_path / "more", template="{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
-    )
+    assert not is_cached()
+    assert is_cached()
+    assert is_cached(write_tokenizer(tmp_path / "elsewhere"))
+    assert not is_cached(train_on="last_turn")
+    assert not is_cached(chat_template=write_template(template))
+    assert not is_cached(chat_template=write_template(template + " "))
+    assert not is_cached(write_tokenizer(tmp_path / "other", eos="<|begin|>"))
+    assert not is_cached(write_tokenizer(tmp_path / "more", template=template))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_processes_give_what_one_gives(text_options, tmp_path, write_as, monkeypatch, kind):
+def test_processes_give_what_one_gives(prepare_rows, text_options, tmp_path, monkeypatch, kind):
     """Catches a format or a chunk that cannot travel to another process, or is another there."""
     monkeypatch.setattr(sys.modules["xorl.data.prepare"], "_PARALLEL_TEXT_BYTES", 0)
     monkeypatch.setattr(sys.modules["xorl.data.readers"], "CHUNK_BYTES", 2000)
-    path = write_as(kind, tmp_path / "data", [CHAT, {"messages": CHAT["messages"][:2]}] * 40)
-    prepared = [
-        prepare(
-            [DatasetEntry(str(path), type="chat")],
-            replace(text_options, num_proc=num_proc, prepared_path=tmp_path / str(num_proc)),
-        )
-        for num_proc in (1, 2)
-    ]
+    rows = [CHAT, {"messages": CHAT["messages"][:2]}] * 40
+    prepared = []
+    for num_proc in (1, 2):
+        options = replace(text_options, num_proc=num_proc, prepared_path=tmp_path / str(num_proc))
+        prepared.append(prepare_rows(rows, options, file=kind, type="chat"))
     assert len(prepared[0]) == 80
     for index in range(80):
         assert all((a == b).all() for a, b in zip(*(p.document(index) for p in prepared), strict=True))
 
 
-def test_columns_that_are_not_named_are_read_too(text_options, tmp_path, write_as):
+def test_columns_that_are_not_named_are_read_too(texts, write_template):
     """Catches an optional column (input, tools) that a reader of columns leaves out once others are named."""
-    tokenizer = load_tokenizer(text_options.tokenizer_folder)
-    rows = [{"task": "Add", "input": "2 2", "output": "4", "other": 1}]
-    path = write_as("parquet", tmp_path / "data", rows)
-    entry = DatasetEntry(str(path), type="prompt_completion", column_names={"instruction": "task"})
-    ids, _ = prepare([entry], text_options).document(0)
-    assert tokenizer.core.decode(ids.tolist(), skip_special_tokens=False) == "Add\n\n2 2\n\n4<|end|>"
-    template = (
+    rows, names = [{"task": "Add", "input": "2 2", "output": "4", "other": 1}], {"instruction": "task"}
+    [(text, _)] = texts(rows, file="parquet", type="prompt_completion", column_names=names)
+    assert text == "Add\n\n2 2\n\n4<|end|>"
+    template = write_template(
         "{{ (tools | length) if tools else 'no' }} tools{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
     )
-    (tmp_path / "own.jinja").write_text(template)
-    path = write_as("parquet", tmp_path / "chat", [{"talk": [USER, ASSISTANT], "tools": '[{"name": "f"}]', "other": 1}])
-    names = {"messages": "talk"}
-    entry = DatasetEntry(str(path), type="chat", column_names=names, chat_template=str(tmp_path / "own.jinja"))
-    ids, _ = prepare([entry], text_options).document(0)
-    assert tokenizer.core.decode(ids.tolist()).startswith("1 tools")
+    rows, names = [{"talk": [USER, ASSISTANT], "tools": '[{"name": "f"}]', "other": 1}], {"messages": "talk"}
+    [(text, _)] = texts(rows, file="parquet", type="chat", column_names=names, chat_template=template)
+    assert text.startswith("1 tools")
 
 
 def test_each_line_of_a_text_file_is_a_document(text_options, tmp_path):
@@ -399,16 +366,15 @@ def test_a_slice_of_a_table_travels_without_the_rest():
     assert copy(chunks[0]).num_rows() == chunks[0].num_rows()
 
 
-def test_a_token_on_the_border_is_trained_and_counted(text_options, tmp_path, write_jsonl):
+def test_a_token_on_the_border_is_trained_and_counted(prepare_rows, texts, text_options):
     """Catches an answer whose first token is lost because it begins with the template's last characters."""
     config = json.loads((text_options.tokenizer_folder / "tokenizer.json").read_text())
     config["model"]["merges"] = [["x", "y"]]
     config["model"]["vocab"]["xy"] = 300
     (text_options.tokenizer_folder / "tokenizer.json").write_text(json.dumps(config))
-    row = {"prompt": "abx", "completion": "yz"}
-    assert texts_of([row], text_options, tmp_path, write_jsonl, type="auto") == [("abxyz<|end|>", ["xyz<|end|>"])]
-    documents = prepare([DatasetEntry(str(tmp_path / "rows.jsonl"), type="auto")], text_options)
-    assert documents.receipt.total.straddling_tokens == 1
+    rows = [{"prompt": "abx", "completion": "yz"}]
+    assert texts(rows, type="auto") == [("abxyz<|end|>", ["xyz<|end|>"])]
+    assert prepare_rows(rows, text_options, type="auto").receipt.total.straddling_tokens == 1
 
 
 TOKENIZERS = {

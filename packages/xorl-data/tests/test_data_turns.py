@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from xorl.data import DataError, DatasetEntry, prepare
+from xorl.data import DataError
 from xorl.data.formats import load_tokenizer
 from xorl.data.formats.finder import TurnFinder
 from xorl.data.formats.messages import read_conversation
@@ -131,12 +131,11 @@ def test_the_work_grows_with_the_number_of_turns(text_options, template, with_to
     assert numbers[1] < 12 * len(row["messages"])
 
 
-def test_many_turns_are_mapped_to_tokens(text_options, tmp_path, write_jsonl):
+def test_many_turns_are_mapped_to_tokens(prepare_rows, text_options):
     """Catches masks of long conversations that drift where characters have several bytes."""
     turn = [{"role": "user", "content": "né?"}, {"role": "assistant", "content": "où 😀"}]
-    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"messages": turn * 300}]))
     options = replace(text_options, bin_len=20_000)
-    documents = prepare([DatasetEntry(path, type="chat")], options)
+    documents = prepare_rows([{"messages": turn * 300}], options, type="chat")
     ids, labels = documents.document(0)
     core = load_tokenizer(options.tokenizer_folder).core
     assert core.decode(labels[labels >= 0].tolist(), skip_special_tokens=False) == "où 😀<|end|>" * 300
