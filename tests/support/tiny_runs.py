@@ -17,8 +17,8 @@ class Tensors(dict):
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self)
 
-    def load_state_dict(self, _: Mapping[str, Tensor]) -> None:
-        pass
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        assert state_dict.keys() == self.keys()
 
 
 def write_rows(path: Path, num_rows: int) -> None:

@@ -2,22 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from xorl.ckpt import WeightSource
-
-
-class Tensors(dict):
-    """Named tensors as a part of a training state."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self)
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        assert state_dict.keys() == self.keys()
+from tiny_runs import Tensors
+from xorl.ckpt import SafetensorsSource, WeightSource, load_weights
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,7 @@ class Transposed:
 
     source: str
     shape: tuple[int, int]
-    join_dim: None = None
+    join_dim: int | None = None
     keeps_dtype: bool = False
 
     @property
@@ -68,24 +61,14 @@ class Transposed:
 
 
 @dataclass(frozen=True)
-class Column:
+class Column(Transposed):
     """A parameter that is some columns, turned into rows, of a source tensor that others share."""
 
-    source: str
-    first: int
-    shape: tuple[int, int]
-    join_dim: int = 1
-    keeps_dtype: bool = False
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (self.source,)
+    join_dim: int | None = 1
+    first: int = 0
 
     def read(self, source: WeightSource, start: int, stop: int) -> Tensor:
-        return source.read(self.source)[:, self.first + start : self.first + stop].T
-
-    def split(self, tensor: Tensor) -> dict[str, Tensor]:
-        return {self.source: tensor.T}
+        return super().read(source, self.first + start, self.first + stop)
 
 
 def _make_state(seed: int = 0) -> dict[str, Tensors]:
@@ -114,9 +97,10 @@ def _assert_same(state: Mapping[str, Mapping[str, Tensor]], expected: Mapping[st
         torch.testing.assert_close(dict(state[part]), dict(expected[part]), rtol=0, atol=0)
 
 
-@pytest.fixture
-def make_part() -> Callable[..., Tensors]:
-    return Tensors
+@pytest.fixture(params=["dcp", "torch"])
+def manager(request: pytest.FixtureRequest) -> str:
+    """Every way to store a checkpoint."""
+    return request.param
 
 
 @pytest.fixture
@@ -130,14 +114,14 @@ def assert_same() -> Callable[..., None]:
 
 
 @pytest.fixture
-def recipes() -> dict[str, Rows | Transposed | Column]:
+def recipes() -> dict[str, Rows | Transposed]:
     return {
         "embed": Rows(("wte",), (11,), (4,)),
         "qkv": Rows(("q", "k", "v"), (4, 2, 2), (4,)),
         "bias": Rows(("b",), (5,)),
         "conv": Transposed("c", (5, 4)),
-        "left": Column("s", 0, (3, 4)),
-        "right": Column("s", 3, (2, 4)),
+        "left": Column("s", (3, 4)),
+        "right": Column("s", (2, 4), first=3),
     }
 
 
@@ -146,3 +130,13 @@ def hf_tensors() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = {"wte": (11, 4), "q": (4, 4), "k": (2, 4), "v": (2, 4), "b": (5,), "c": (4, 5), "s": (4, 5)}
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def params(tmp_path: Path, recipes: dict, hf_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the recipes make of the tensors, read from a file."""
+    (tmp_path / "from").mkdir()
+    save_file(hf_tensors, tmp_path / "from" / "model.safetensors")
+    params = {name: torch.empty(recipe.shape, dtype=torch.bfloat16) for name, recipe in recipes.items()}
+    load_weights(params, recipes, SafetensorsSource(tmp_path / "from"), mode="all_ranks")
+    return params

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint import filesystem
 
+from tiny_runs import Tensors
 from xorl.ckpt import BackgroundWriter, Checkpointer, CheckpointFailure, read_manifest
 from xorl.ckpt.files import write_file
-
-MANAGERS = pytest.mark.parametrize("manager", ["dcp", "torch"])
 
 
 @pytest.fixture
@@ -29,7 +28,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in names}
 
 
-@MANAGERS
 def test_the_same_files_result_although_the_state_has_changed(manager, background, tmp_path, make_state):
     # Catches a copy that shares memory with the state, a dtype or shape that the host memory loses, and files that
     # differ from those of a save in the foreground.
@@ -134,7 +132,7 @@ def test_what_a_killed_process_was_writing_goes(tmp_path, make_state):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", "latest"]
 
 
-def test_a_disk_that_is_too_small_is_noticed_before_writing(tmp_path, make_state, make_part, monkeypatch):
+def test_a_disk_that_is_too_small_is_noticed_before_writing(tmp_path, make_state, monkeypatch):
     # Catches a save that fills the disk of everyone else before it fails.
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
@@ -143,7 +141,7 @@ def test_a_disk_that_is_too_small_is_noticed_before_writing(tmp_path, make_state
     with pytest.raises(
         CheckpointFailure, match=r"No space left .* needs 2\.\d\d MiB, but the disk of .* has only 1\.00 MiB"
     ):
-        checkpointer.save(2, {"model": make_part(a=torch.zeros(1 << 19))})
+        checkpointer.save(2, {"model": Tensors(a=torch.zeros(1 << 19))})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "latest"]
 
 

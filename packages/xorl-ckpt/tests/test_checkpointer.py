@@ -1,23 +1,19 @@
 """A checkpoint holds what was saved, or does not exist."""
 
-import json
 import logging
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+from full_disk import full_disk
+from tiny_runs import Tensors
 from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, Retention, read_manifest
 from xorl.ckpt.export import published
 from xorl.ckpt.files import FileRecord
 from xorl.ckpt.layout import verify
 from xorl.ckpt.publish import complete_interrupted, prepare_root, set_aside_after
-
-MANAGERS = pytest.mark.parametrize("manager", ["dcp", "torch"])
 
 
 def names_in(folder: Path) -> list[str]:
@@ -28,18 +24,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@contextmanager
-def small_disk(num_bytes: int) -> Iterator[None]:
-    """Writing beyond this in any file fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@MANAGERS
 def test_everything_saved_comes_back_to_the_bit(manager, tmp_path, make_state, assert_same):
     # Catches a dtype, a 0-d or an empty tensor, a scalar or a generator state that does not survive.
     rng = {"torch": torch.get_rng_state()}
@@ -59,7 +43,6 @@ def test_everything_saved_comes_back_to_the_bit(manager, tmp_path, make_state, a
     assert names_in(tmp_path) == ["global_step_3", "latest"]
 
 
-@MANAGERS
 def test_module_is_a_part_of_a_state(manager, tmp_path):
     # Catches a state_dict that is not a plain dict, and parameters that require gradients.
     model, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
@@ -69,15 +52,13 @@ def test_module_is_a_part_of_a_state(manager, tmp_path):
     assert other.weight.requires_grad
 
 
-@MANAGERS
-def test_view_of_large_storage_is_saved_alone(manager, tmp_path, make_part):
+def test_view_of_large_storage_is_saved_alone(manager, tmp_path):
     # Catches a slice that drags the whole storage into the file.
     large = torch.zeros(1 << 20)
-    path = Checkpointer(tmp_path, manager=manager).save(1, {"model": make_part(a=large[:10])})
+    path = Checkpointer(tmp_path, manager=manager).save(1, {"model": Tensors(a=large[:10])})
     assert sum(record.size for record in verify(path).files.values()) < 100_000
 
 
-@MANAGERS
 @pytest.mark.parametrize("change", ["flip", "cut", "remove"])
 def test_damaged_file_is_named_and_nothing_is_loaded(manager, change, tmp_path, make_state, assert_same):
     # Catches bit rot and torn copies, which neither DCP nor safetensors would notice.
@@ -110,19 +91,7 @@ def test_changed_manifest_is_noticed(tmp_path, make_state):
             Checkpointer(tmp_path).load(path, make_state())
 
 
-def test_file_outside_the_folder_is_refused(tmp_path, make_state):
-    # Catches a crafted manifest that has another file read or hashed.
-    path = Checkpointer(tmp_path).save(1, make_state())
-    for name in ("../latest", "/etc/hostname"):
-        content = json.loads((path / "metadata.json").read_text())
-        content["files"][name] = {"size": 1, "xxh3_128": "0"}
-        (path / "metadata.json").write_text(json.dumps(content))
-        with pytest.raises(CheckpointError, match=r"changed|not inside"):
-            read_manifest(path)
-
-
-@MANAGERS
-def test_checkpoint_of_another_model_lists_the_differences(manager, tmp_path, make_state, assert_same, make_part):
+def test_checkpoint_of_another_model_lists_the_differences(manager, tmp_path, make_state, assert_same):
     # Catches partial loading: a tensor that is missing, left over, of another shape or dtype.
     path = Checkpointer(tmp_path, manager=manager).save(1, make_state(1))
     state = make_state(2)
@@ -130,7 +99,7 @@ def test_checkpoint_of_another_model_lists_the_differences(manager, tmp_path, ma
     state["model"]["experts"] = torch.zeros(3, 2, 5)
     state["model"]["layers.0.bias"] = torch.zeros(7)
     del state["optimizer"]["ids"]
-    before = {part: make_part(state[part]) for part in state}
+    before = {part: Tensors(state[part]) for part in state}
     with pytest.raises(CheckpointError, match="another model") as error:
         Checkpointer(tmp_path).load(path, state)
     text = str(error.value)
@@ -141,14 +110,13 @@ def test_checkpoint_of_another_model_lists_the_differences(manager, tmp_path, ma
     assert_same(state, before)
 
 
-@MANAGERS
-def test_full_disk_fails_the_save_and_leaves_the_rest(manager, tmp_path, make_state, make_part):
+def test_full_disk_fails_the_save_and_leaves_the_rest(manager, tmp_path, make_state):
     # Catches a save that reports success, hides its error, or spoils the checkpoint before it.
     checkpointer = Checkpointer(tmp_path, manager=manager)
     checkpointer.save(1, make_state(1))
     before = contents(tmp_path)
-    large = {"model": make_part(a=torch.zeros(1 << 18))}
-    with small_disk(1 << 16), pytest.raises(CheckpointFailure, match=r"File too large: .*global_step_2"):
+    large = {"model": Tensors(a=torch.zeros(1 << 18))}
+    with full_disk(1 << 16), pytest.raises(CheckpointFailure, match=r"File too large: .*global_step_2"):
         checkpointer.save(2, large)
     assert contents(tmp_path) == before
     assert names_in(tmp_path) == ["global_step_1", "latest"]
@@ -177,30 +145,6 @@ def test_existing_step_is_never_written_to(tmp_path, make_state):
     other.load(path, make_state())
     assert other.save(1, make_state(1)) == path
     assert contents(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"a.b": {}}, "name without dots"),
-        ({"model": {"step": 3}}, "model.step is of type int"),
-        ({"model": {"w": torch.zeros(2, device="meta")}}, "model.w is sparse, on the meta device"),
-    ],
-)
-def test_state_that_cannot_be_saved_is_refused(state, message, tmp_path, make_part):
-    # Catches values that only an unrestricted unpickler could read back.
-    with pytest.raises(CheckpointError, match=message):
-        Checkpointer(tmp_path).save(1, {name: make_part(part) for name, part in state.items()})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_values_that_are_not_json_are_refused(tmp_path, make_state):
-    # Catches NaN, which JSON does not have, and objects; nothing stays behind.
-    for broken in ({"loss": float("nan")}, {"x": object()}):
-        for kind in ("info", "scalars"):
-            with pytest.raises(CheckpointError, match="must be JSON with finite numbers"):
-                Checkpointer(tmp_path).save(1, make_state(), **{kind: broken})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_latest_follows_saves_and_falls_back(tmp_path, caplog, make_state):
@@ -297,8 +241,6 @@ def test_old_checkpoints_go_when_asked(tmp_path, make_state):
     assert checkpointer.latest() == tmp_path / "global_step_3"
     Checkpointer(tmp_path, retention=Retention(last=1)).save(4, make_state())
     assert [path.name for path in checkpointer.checkpoints()] == ["global_step_4", "global_step_10"]
-    with pytest.raises(ValueError, match="last: 0 is not an int of at least 1"):
-        Retention(last=0)
 
 
 def test_retention_keeps_the_newest_the_milestones_and_the_best():
@@ -410,12 +352,6 @@ def test_any_folder_of_ours_is_accepted(tmp_path, monkeypatch, make_state, asser
             checkpointer.resolve(wrong)
     with pytest.raises(CheckpointError, match="not a complete xorl checkpoint"):
         Checkpointer(root).load(root / "step_8", make_state())
-
-
-def test_unknown_manager_is_refused(tmp_path):
-    # Catches a misspelt manager that would only fail at the first save.
-    with pytest.raises(ValueError, match="'zip' is unknown; use one of dcp, torch"):
-        Checkpointer(tmp_path, manager="zip")
 
 
 def test_a_name_is_not_saved_again_with_another_step(tmp_path, make_state):

@@ -1,11 +1,14 @@
 """What a user passes wrongly is an error that names the argument, and says what to do."""
 
+import math
 import re
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
 
+from tiny_runs import Tensors
 from xorl.ckpt import Checkpointer, CheckpointError, Retention, SafetensorsSource, export_hf, load_weights
 from xorl.ckpt.export import parameter_groups, published, write_model
 from xorl.ckpt.reader import SameTensor
@@ -24,13 +27,14 @@ INTEGER_PIECE = Piece(WEIGHTS["w"].int(), WEIGHTS["w"].shape, [((0, 0), WEIGHTS[
         ({"step": "20"}, "step: '20' is not an int"),
         ({"step": -1}, "step: -1 is not an int"),
         ({"state": torch.nn.Linear(2, 2)}, "state: the Linear is not a mapping of names to parts"),
-        (
-            {"state": {"model": torch.nn.Linear(2, 2).state_dict()}},
-            "state: model: the OrderedDict is not an object with",
-        ),
+        ({"state": {"model": OrderedDict(WEIGHTS)}}, "state: model: the OrderedDict is not an object with"),
         ({"state": {"w": torch.zeros(2)}}, "state: w: the Tensor is not an object with state_dict"),
         ({"state": {}}, "state: the dict is not a mapping of names to one part or more"),
         ({"state": {"epoch": 3}}, "state: epoch: 3 is not an object with state_dict"),
+        ({"state": {"a.b": Tensors()}}, "state: 'a.b' is not a valid name for a part of the state"),
+        # Only an unrestricted unpickler could read these back.
+        ({"state": {"model": Tensors(step=3)}}, "state: model.step is of type int"),
+        ({"state": {"model": Tensors(w=WEIGHTS["w"].to("meta"))}}, "state: model.w is sparse, on the meta device"),
         ({"rng": torch.get_rng_state()}, "rng: the Tensor is not a mapping"),
         ({"info": [1]}, "info: the list is not a mapping"),
         ({"scalars": 1}, "scalars: 1 is not a mapping"),
@@ -41,6 +45,9 @@ INTEGER_PIECE = Piece(WEIGHTS["w"].int(), WEIGHTS["w"].shape, [((0, 0), WEIGHTS[
         ({"name": "latest"}, "name: 'latest' is not the name"),
         ({"scalars": {"milestones": {2: 1}}}, "scalars: the key 2 would come back as a string"),
         ({"info": {"path": object()}}, "info: must be JSON with finite numbers"),
+        ({"info": {"loss": math.nan}}, "info: must be JSON with finite numbers"),
+        ({"scalars": {"path": object()}}, "scalars: must be JSON with finite numbers"),
+        ({"scalars": {"loss": math.nan}}, "scalars: must be JSON with finite numbers"),
         ({"background": True}, "background: True is not a BackgroundWriter"),
         ({"replaces": True}, "replaces: only a checkpoint with a name"),
         ({"name": "global_step_7"}, "name: 'global_step_7' is the name of another step than 1"),
@@ -59,13 +66,15 @@ def test_arguments_of_a_save_are_checked(arguments, message, tmp_path, make_stat
     ("make", "message"),
     [
         (lambda root: Checkpointer(root, retention=3), "retention: 3 is not a Retention"),
+        (lambda root: Checkpointer(root, manager="zip"), "'zip' is unknown; use one of dcp, torch"),
         (lambda _: Retention(last="3"), "last: '3' is not an int of at least 1"),
+        (lambda _: Retention(last=0), "last: 0 is not an int of at least 1"),
         (lambda _: Retention(last=2, best=0), "best: 0 is not an int of at least 1"),
         (lambda _: Retention(last=2, best=1), "best: 1 is not possible without `losses`"),
         (lambda _: Retention(last=2, best=1, losses={1: 0.1}), "losses: the dict is not a function"),
     ],
 )
-def test_what_is_kept_is_checked_at_once(make, message, tmp_path):
+def test_how_checkpoints_are_stored_and_kept_is_checked_at_once(make, message, tmp_path):
     # Catches an error that is raised only after a checkpoint was published.
     with pytest.raises(CheckpointError, match=message):
         make(tmp_path)

@@ -6,20 +6,11 @@ import logging
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from xorl.ckpt import CheckpointError, SafetensorsSource, export_hf, load_weights
+from xorl.ckpt import CheckpointError, SafetensorsSource, export_hf
 
 CONFIG = {"architectures": ["X"], "hidden_size": 4, "torch_dtype": "float16"}
-
-
-@pytest.fixture
-def params(tmp_path, recipes, hf_tensors):
-    (tmp_path / "from").mkdir()
-    save_file(hf_tensors, tmp_path / "from" / "model.safetensors")
-    params = {name: torch.empty(recipe.shape, dtype=torch.bfloat16) for name, recipe in recipes.items()}
-    load_weights(params, recipes, SafetensorsSource(tmp_path / "from"), mode="all_ranks")
-    return params
 
 
 def test_one_file_holds_what_was_loaded_bit_for_bit(params, recipes, hf_tensors, tmp_path):

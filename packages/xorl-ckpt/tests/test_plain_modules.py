@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +15,21 @@ from xorl.ckpt.export import published, source_groups, write_model
 from xorl.ckpt.saved_tensors import SavedParameters
 
 
-def module_and(kind: type[torch.optim.Optimizer], **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+def state_of(kind: type[torch.optim.Optimizer], **options: object) -> dict[str, Any]:
+    """A training state: a module, and an optimizer of it."""
     module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    return module, kind(module.parameters(), **{"lr": 0.1, **options})
+    return {"model": module, "optimizer": kind(module.parameters(), **{"lr": 0.1, **options})}
 
 
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+def train(state: dict[str, Any], seed: int) -> None:
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
-    module(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    state["model"](x).square().mean().backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+
+
+def assert_same_weights(state: dict[str, Any], other: dict[str, Any]) -> None:
+    torch.testing.assert_close(other["model"].state_dict(), state["model"].state_dict(), rtol=0, atol=0)
 
 
 class Counting(torch.optim.Optimizer):
@@ -55,18 +61,17 @@ class Counting(torch.optim.Optimizer):
 )
 def test_an_optimizer_of_torch_continues_to_the_bit(tmp_path, kind, options) -> None:
     # Catches moments, step counts or a learning rate that a resumed run does not have.
-    module, optimizer = module_and(kind, **options)
+    state, other = state_of(kind, **options), state_of(kind, **options)
     for seed in (0, 1):
-        train(module, optimizer, seed)
-    optimizer.param_groups[0]["lr"] = 0.05
-    Checkpointer(str(tmp_path)).save(1, {"model": module, "optimizer": optimizer})
-    other, others_optimizer = module_and(kind, **options)
-    Checkpointer(tmp_path).load(str(tmp_path / "global_step_1"), {"model": other, "optimizer": others_optimizer})
-    assert others_optimizer.param_groups[0]["lr"] == 0.05
+        train(state, seed)
+    state["optimizer"].param_groups[0]["lr"] = 0.05
+    Checkpointer(str(tmp_path)).save(1, state)
+    Checkpointer(tmp_path).load(str(tmp_path / "global_step_1"), other)
+    assert other["optimizer"].param_groups[0]["lr"] == 0.05
     for seed in (2, 3):
-        train(module, optimizer, seed)
-        train(other, others_optimizer, seed)
-    torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)
+        train(state, seed)
+        train(other, seed)
+    assert_same_weights(state, other)
 
 
 @pytest.mark.parametrize(("kind", "options"), [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})])
@@ -74,21 +79,20 @@ def test_an_optimizer_of_torch_continues_to_the_bit(tmp_path, kind, options) -> 
 def test_parameters_without_gradients_have_no_state_after_loading(tmp_path, kind, options, is_live) -> None:
     # Catches a run that cannot resume itself because a layer is frozen or unused, and state that a parameter keeps from
     # after the checkpoint.
-    module, optimizer = module_and(kind, **options)
-    module[0].requires_grad_(False)
-    train(module, optimizer, 1)
-    path = Checkpointer(tmp_path).save(1, {"model": module, "optimizer": optimizer})
-    other, others_optimizer = module_and(kind, **options)
+    state, other = state_of(kind, **options), state_of(kind, **options)
+    state["model"][0].requires_grad_(False)
+    train(state, 1)
+    path = Checkpointer(tmp_path).save(1, state)
     if is_live:
-        train(other, others_optimizer, 5)
-    other[0].requires_grad_(False)
-    Checkpointer(tmp_path).load(path, {"model": other, "optimizer": others_optimizer})
-    with_state = [name for name, parameter in other.named_parameters() if others_optimizer.state.get(parameter)]
-    assert with_state == ["2.weight", "2.bias"]
-    for each, its_optimizer in ((module, optimizer), (other, others_optimizer)):
-        each.requires_grad_(True)
-        train(each, its_optimizer, 2)
-    torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)
+        train(other, 5)
+    other["model"][0].requires_grad_(False)
+    Checkpointer(tmp_path).load(path, other)
+    kept = other["optimizer"].state
+    assert [name for name, each in other["model"].named_parameters() if kept.get(each)] == ["2.weight", "2.bias"]
+    for each in (state, other):
+        each["model"].requires_grad_(True)
+        train(each, 2)
+    assert_same_weights(state, other)
 
 
 @pytest.mark.parametrize(
@@ -107,65 +111,65 @@ def test_parameters_without_gradients_have_no_state_after_loading(tmp_path, kind
 def test_hyperparameters_come_back_whatever_their_type(tmp_path, kind, saved, other, scheduled) -> None:
     # Catches a resume that 1 instead of 1.0 blocks, betas and flags that are not restored, and a scheduler created
     # after loading, whose initial_lr is only in the checkpoint.
-    module, optimizer = module_and(kind, **saved)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    train(module, optimizer, 1)
+    state, fresh = state_of(kind, **saved), state_of(kind, **other)
+    scheduler = torch.optim.lr_scheduler.StepLR(state["optimizer"], 1, gamma=0.5)
+    train(state, 1)
     scheduler.step()
-    path = Checkpointer(tmp_path).save(1, {"model": module, "optimizer": optimizer})
-    fresh, fresh_optimizer = module_and(kind, **other)
+    path = Checkpointer(tmp_path).save(1, state)
     if scheduled == "both":
-        torch.optim.lr_scheduler.StepLR(fresh_optimizer, 1, gamma=0.5)
-    Checkpointer(tmp_path).load(path, {"model": fresh, "optimizer": fresh_optimizer})
+        torch.optim.lr_scheduler.StepLR(fresh["optimizer"], 1, gamma=0.5)
+    Checkpointer(tmp_path).load(path, fresh)
     skipped = ("params", "foreach", "fused", "capturable", "differentiable")
     [expected], [found] = (
-        [{key: value for key, value in group.items() if key not in skipped} for group in each.param_groups]
-        for each in (optimizer, fresh_optimizer)
+        [{key: value for key, value in group.items() if key not in skipped} for group in each["optimizer"].param_groups]
+        for each in (state, fresh)
     )
     assert found == expected
-    assert fresh_optimizer.param_groups[0].get("foreach") == other.get("foreach")
-    assert isinstance(fresh_optimizer.param_groups[0]["lr"], torch.Tensor) == isinstance(other.get("lr"), torch.Tensor)
+    [group] = fresh["optimizer"].param_groups
+    assert group.get("foreach") == other.get("foreach")
+    assert isinstance(group["lr"], torch.Tensor) == isinstance(other.get("lr"), torch.Tensor)
 
 
 @pytest.mark.parametrize(("kind", "options"), [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})])
 def test_gradients_do_not_hinder_saving_or_loading(tmp_path, kind, options) -> None:
     # Catches a save or a resume between a backward pass and its step that is refused or loses the gradients.
-    module, optimizer = module_and(kind, weight_decay=0.1, **options)
+    state = state_of(kind, weight_decay=0.1, **options)
     for step in (1, 2):
-        module(torch.ones(5, 4)).square().mean().backward()
-        Checkpointer(tmp_path).save(step, {"model": module, "optimizer": optimizer})
-        other, others_optimizer = module_and(kind, weight_decay=0.1, **options)
-        other(torch.ones(5, 4)).mean().backward()
-        before = [parameter.grad.clone() for parameter in other.parameters()]
-        path = tmp_path / f"global_step_{step}"
-        Checkpointer(tmp_path).load(path, {"model": other, "optimizer": others_optimizer})
-        torch.testing.assert_close([parameter.grad for parameter in other.parameters()], before, rtol=0, atol=0)
-        optimizer.step()
-        for mine, its in zip(other.parameters(), module.parameters(), strict=True):
+        state["model"](torch.ones(5, 4)).square().mean().backward()
+        path = Checkpointer(tmp_path).save(step, state)
+        other = state_of(kind, weight_decay=0.1, **options)
+        other["model"](torch.ones(5, 4)).mean().backward()
+        before = [parameter.grad.clone() for parameter in other["model"].parameters()]
+        Checkpointer(tmp_path).load(path, other)
+        after = [parameter.grad for parameter in other["model"].parameters()]
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        state["optimizer"].step()
+        for mine, its in zip(other["model"].parameters(), state["model"].parameters(), strict=True):
             mine.grad = its.grad.clone()
-        others_optimizer.step()
-        torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)
-        optimizer.zero_grad()
+        other["optimizer"].step()
+        assert_same_weights(state, other)
+        state["optimizer"].zero_grad()
 
 
 def test_a_load_that_fails_leaves_the_optimizer_alone(tmp_path) -> None:
     # Catches moments that exist after "nothing was loaded", and another optimizer that is taken for the saved one.
-    module, optimizer = module_and(torch.optim.AdamW)
-    train(module, optimizer, 1)
-    path = Checkpointer(tmp_path).save(1, {"model": module, "optimizer": optimizer})
+    state = state_of(torch.optim.AdamW)
+    train(state, 1)
+    path = Checkpointer(tmp_path).save(1, state)
     for kind in (torch.optim.SGD, torch.optim.NAdam):
-        other, others_optimizer = module_and(kind)
+        other = state_of(kind)
         with pytest.raises(CheckpointError, match="missing from the checkpoint"):
-            Checkpointer(tmp_path).load(path, {"model": other, "optimizer": others_optimizer})
-        assert not others_optimizer.state
-        assert others_optimizer.param_groups[0]["lr"] == 0.1
+            Checkpointer(tmp_path).load(path, other)
+        assert not other["optimizer"].state
+        assert other["optimizer"].param_groups[0]["lr"] == 0.1
 
 
 def test_what_cannot_be_saved_of_an_optimizer_is_said(tmp_path) -> None:
     # Catches a state that is left out silently, and an optimizer whose parameters nothing names.
-    module, optimizer = module_and(torch.optim.AdamW)
     with pytest.raises(CheckpointError, match="4 parameters of the optimizer AdamW have no name; pass the module"):
-        Checkpointer(tmp_path).save(1, {"optimizer": optimizer})
-    module, optimizer = module_and(torch.optim.LBFGS)
+        Checkpointer(tmp_path).save(1, {"optimizer": state_of(torch.optim.AdamW)["optimizer"]})
+    state = state_of(torch.optim.LBFGS)
+    module, optimizer = state.values()
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -175,12 +179,12 @@ def test_what_cannot_be_saved_of_an_optimizer_is_said(tmp_path) -> None:
     optimizer.step(closure)
     optimizer.zero_grad()
     with pytest.raises(CheckpointError, match="LBFGS keeps a list as"):
-        Checkpointer(tmp_path).save(1, {"model": module, "optimizer": optimizer})
+        Checkpointer(tmp_path).save(1, state)
 
 
 def test_a_plain_module_is_exported_and_read_without_recipes(tmp_path) -> None:
     # Catches a hand-written recipe for each parameter.
-    module, other = module_and(torch.optim.SGD)[0], module_and(torch.optim.SGD)[0]
+    module, other = (state_of(torch.optim.SGD)["model"] for _ in range(2))
     export_hf(dict(module.named_parameters()), None, str(tmp_path / "out"), hf_config={"model_type": "mine"})
     load_weights(dict(other.named_parameters()), None, SafetensorsSource(str(tmp_path / "out")))
     torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)
@@ -211,7 +215,6 @@ def test_counters_keep_their_dtype_and_come_back(tmp_path, dtype) -> None:
     assert json.loads((folder / "config.json").read_text())["dtype"] == ("bfloat16" if dtype else "float32")
 
 
-@pytest.mark.parametrize("manager", ["dcp", "torch"])
 def test_a_checkpoint_becomes_safetensors_without_recipes(tmp_path, manager) -> None:
     # Catches recipes by hand for each tensor, and a counter that is written as bfloat16.
     module = counting_module()
@@ -242,35 +245,28 @@ def test_groups_of_other_parameters_are_refused(tmp_path):
 @pytest.mark.parametrize("saves_average", [True, False])
 def test_an_average_of_the_weights_can_come_and_go(saves_average, tmp_path):
     # Catches names of the optimizer's state that depend on modules that it does not train.
-    model, average = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    whole = {"model": model, "optimizer": optimizer, "average": average}
-    part = {"model": model, "optimizer": optimizer}
+    state, resumed, average = state_of(torch.optim.AdamW), state_of(torch.optim.AdamW), nn.Linear(2, 2)
+    train(state, 1)
     checkpointer = Checkpointer(tmp_path)
-    path = checkpointer.save(1, whole if saves_average else part)
-    other = nn.Linear(2, 2)
-    resumed = {"model": other, "optimizer": torch.optim.AdamW(other.parameters())}
+    path = checkpointer.save(1, {**state, "average": average} if saves_average else state)
     checkpointer.load(path, resumed if saves_average else {**resumed, "average": average}, skip_parts=("average",))
-    assert torch.equal(other.weight, model.weight)
-    assert torch.equal(resumed["optimizer"].state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert_same_weights(state, resumed)
+    assert torch.equal(first_moment(resumed), first_moment(state))
+
+
+def first_moment(state: dict[str, Any]) -> torch.Tensor:
+    return state["optimizer"].state[state["model"][0].weight]["exp_avg"]
 
 
 def test_names_of_older_checkpoints_are_recognised(tmp_path, monkeypatch):
     # Catches checkpoints of a model and an average of its weights that can no longer be loaded.
-    model, average = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    named = [(f"model.{name}", parameter) for name, parameter in model.named_parameters()]
+    state, resumed, average = state_of(torch.optim.AdamW), state_of(torch.optim.AdamW), nn.Linear(2, 2)
+    train(state, 1)
+    named = [(f"model.{name}", parameter) for name, parameter in state["model"].named_parameters()]
     with monkeypatch.context() as patched:
         patched.setattr(xorl.ckpt.state, "_named_parameters", lambda *given: named)
         patched.setattr(xorl.ckpt.state.OptimizerState, "_members", lambda self: [])
-        path = Checkpointer(tmp_path).save(1, {"model": model, "optimizer": optimizer, "average": average})
-    names = layout.read_manifest(path).tensors
-    assert "optimizer.model.weight.exp_avg" in names
-    other = nn.Linear(2, 2)
-    resumed = torch.optim.AdamW(other.parameters())
-    Checkpointer(tmp_path).load(path, {"model": other, "optimizer": resumed, "average": nn.Linear(2, 2)})
-    assert torch.equal(resumed.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+        path = Checkpointer(tmp_path).save(1, {**state, "average": average})
+    assert "optimizer.model.0.weight.exp_avg" in layout.read_manifest(path).tensors
+    Checkpointer(tmp_path).load(path, {**resumed, "average": nn.Linear(2, 2)})
+    assert torch.equal(first_moment(resumed), first_moment(state))
