@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -52,7 +52,7 @@ from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.kernels.attention import ring
-from xorl.lora import adapters
+from xorl.lora import Adapter, adapters
 from xorl.lora.quantized import AdaptiveNoise
 from xorl.train import model, verify
 from xorl.train.build import build_engine
@@ -261,9 +261,9 @@ def engine_for(config: Config, **train: object) -> Engine:
     return build_engine(config, verify.read_verified(config), mesh_for(config), torch.device("cpu"))
 
 
-def weights_of(engine: Engine, config: Config) -> dict[str, Tensor]:
-    """The model as others read it, with adapters merged in; on rank 0. Collective."""
-    merged = adapters(engine.model.module) or None
+def weights_of(engine: Engine, config: Config, merged: Mapping[str, Adapter] | None = None) -> dict[str, Tensor]:
+    """The model as others read it, with its adapters, or these, merged in; on rank 0. Collective."""
+    merged = merged or adapters(engine.model.module) or None
     recipes = read_architecture(config.model).recipes(merge_qkv=config.model.merge_qkv)
     groups = hf_groups(engine.model, recipes, dtype=torch.float32, device=torch.device("cpu"), merged_adapters=merged)
     return {name: tensor.clone() for group in groups for name, tensor in group.make().items()}
