@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layouts import ONE_PROCESS, mesh_for, run_config, steps
+from layouts import LAYOUTS, ONE_PROCESS, mesh_for, run_config, steps
 from ranks import Launch, Launches
-from table_of_runs import BY_OPERATION, EXPERT_LORA, QLORA, RECOMPUTE
+from table_of_runs import RECOMPUTE
 from tiny_models import hf_config, write_config
 from xorl.config.local import ModelConfig, TrainConfig
 from xorl.core.nn import all_gather, moe
@@ -32,22 +32,13 @@ from xorl.train.recompute_choice import MicroBatch, measure_slice
 from xorl.train.step_memory import held_bytes
 from xorl.train.verify import Result, compare, one_process
 
-ON_ONE_RANK = "all choices on one rank"
+ON_ONE_RANK, COMPILED = "all choices on one rank", "compiled"
 PARTS = RoutePlan.parts
-# By name: (options of train, options of lora).
-RUNS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
-    "full": ({"router_z_loss_coef": 0.1}, {}),
-    "recomputed": (RECOMPUTE, {}),
-    "compiled": ({**RECOMPUTE, "enable_compile": True}, {}),
-    "operation": (BY_OPERATION, {}),
-    "QLoRA, adapted experts": (RECOMPUTE, {**QLORA, **EXPERT_LORA}),
-    "outer factors shared": ({}, {**EXPERT_LORA, "moe_hybrid_shared_lora": True}),
-    ON_ONE_RANK: ({"router_z_loss_coef": 0.1}, {}),
-}
+# The layouts' table has other runs that gather and exchange tokens.
+COMPARED = [(ON_ONE_RANK, "alltoall"), (ON_ONE_RANK, "allgather"), (COMPILED, "allgather")]
 # Each rank compiles for itself.
-NUM_RANKS = dict.fromkeys(RUNS, 4) | {"compiled": 2}
-# The layouts' table has the exact exchange of all others.
-COMPARED = [*((run, "allgather") for run in RUNS), (ON_ONE_RANK, "alltoall")]
+LAYOUT_OF = {ON_ONE_RANK: LAYOUTS["ep 4"], COMPILED: LAYOUTS["ep 2"]}
+DOWN = "model.layers.0.mlp.experts.down_proj.weight"
 
 
 def to_first_rank(scores: Tensor, count: int) -> Tensor:
@@ -68,18 +59,12 @@ def one_pass(plan: RoutePlan, count: int) -> Iterator[object]:
     return islice(PARTS(plan, count), 1)
 
 
-def shared_by(num_ranks: int) -> dict[str, object]:
-    return {"data_parallel_mode": "fsdp2", "expert_parallel_size": num_ranks}
-
-
-def result(folder: Path, run: str, dispatch: str | None = None, fault: Callable[..., object] | None = None) -> Result:
+def result(folder: Path, run: str, dispatch: str | None, fault: Callable[..., object] | None = None) -> Result:
     """The steps of a run on ranks that exchange tokens in this way, or in one process."""
-    train, lora = RUNS[run]
-    # Only gathered tokens can be compiled, here without the compiler that generates code.
-    only = {} if dispatch == "allgather" else {"enable_compile": False}
-    layout = ONE_PROCESS if dispatch is None else shared_by(NUM_RANKS[run])
+    train = {**RECOMPUTE, "enable_compile": dispatch is not None} if run == COMPILED else {}
+    layout = ONE_PROCESS if dispatch is None else LAYOUT_OF[run].train
     of_model = {} if dispatch is None else {"ep_dispatch": dispatch}
-    config = run_config(folder, "model", {**layout, **train, **only}, lora, of_model)
+    config = run_config(folder, "model", {**layout, **train, "router_z_loss_coef": 0.1}, of_model=of_model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_module, "parallel_policy", partial(uncompiled_policy, model_module.parallel_policy))
         if run == ON_ONE_RANK:
@@ -98,10 +83,9 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     shape = hf_config("qwen3_moe", num_experts=8, moe_intermediate_size=48, output_router_logits=True)
     write_config(folder / "model", shape)
     cells: dict[tuple, tuple[int, Callable[[], object]]] = {}
-    for run in RUNS:
-        cells[run, None] = (1, partial(result, folder, run))
     for run, dispatch in COMPARED:
-        cells[run, dispatch] = (NUM_RANKS[run], partial(result, folder, run, dispatch))
+        cells[run, None] = (1, partial(result, folder, run, None))
+        cells[run, dispatch] = (LAYOUT_OF[run].num_ranks, partial(result, folder, run, dispatch))
     cells[ON_ONE_RANK, "one pass"] = (4, partial(result, folder, ON_ONE_RANK, "allgather", one_pass))
     return launch(cells)
 
@@ -112,10 +96,15 @@ def outside(found: Result, expected: Result) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("run", "dispatch"), COMPARED)
-def test_gathered_tokens_give_what_one_process_computes(run: str, dispatch: str, found: Launches) -> None:
-    # Catches choices beyond the first pass that are dropped, tokens that another rank takes for its own, and gradients
-    # that one rank alone counts.
-    assert not outside(found(run, dispatch)[0], found(run, None)[0])
+def test_tokens_on_one_rank_and_in_graphs_give_what_one_process_computes(
+    run: str, dispatch: str, found: Launches
+) -> None:
+    # Catches choices beyond the first pass that are dropped, tokens that another rank takes for its own, gradients that
+    # one rank alone counts, a rank that waits for others because none of its experts was chosen, and gradients of such
+    # experts that are missing instead of zero.
+    [measured, *_], [expected] = found(run, dispatch), found(run, None)
+    assert not outside(measured, expected)
+    assert bool(expected.gradients[DOWN].chunk(4)[-1].any()) == (run != ON_ONE_RANK)
 
 
 def test_choices_beyond_the_first_pass_show(found: Launches) -> None:
@@ -200,13 +189,8 @@ def test_a_rank_measures_its_layers_alone(run_ranks, tmp_path: Path) -> None:
     write_config(tmp_path / "model", hf_config("qwen3_moe", num_experts=8))
 
     def measured() -> tuple[int, float]:
-        config = run_config(
-            tmp_path,
-            "model",
-            {**shared_by(4), **RECOMPUTE, "recompute_policy": "auto"},
-            {},
-            {"ep_dispatch": "allgather"},
-        )
+        train = {**LAYOUTS["ep 4"].train, **RECOMPUTE, "recompute_policy": "auto"}
+        config = run_config(tmp_path, "model", train, of_model={"ep_dispatch": "allgather"})
         architecture, device = read_architecture(config.model), torch.device("cpu")
         mesh = mesh_for(config)
         ratio = held_bytes(config, architecture, mesh.dims).gradient_ratio

@@ -203,8 +203,8 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
 @pytest.mark.parametrize(("layout", "name"), STEPPED)
 def test_several_calls_before_a_step(layout: str, name: str, found: Launches) -> None:
     # Catches a sum after each call, which counts the earlier calls once for every rank, or twice for a tied embedding,
-    # a bias that every rank adds, a factor of an adapter that is not summed, a row of padding that its owner trains, and
-    # tokens and FLOPs of a rank's share, of one stage, or of each.
+    # a bias that every rank adds, a factor of an adapter that is not summed, a row of padding that its owner trains,
+    # and tokens and FLOPs of a rank's share, of one stage, or of each.
     [expected] = found("losses", name, None)
     for rank in found("losses", name, layout):
         assert rank.losses == pytest.approx(expected.losses, rel=1e-5)

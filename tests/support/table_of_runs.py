@@ -212,6 +212,14 @@ FEW_FAMILIES = ("cohere2", "deepseek_v3", "gemma4_text", "granite", "smollm3")
 RING_RUNS = (*FEW_FAMILIES, "llama, LoRA", "qwen3, operation", "qwen3, QLoRA", "mistral", "gpt2", *ALL_CONTEXT[-2:])
 FEW_EXPERTS = ("qwen3_moe", "mixtral, Muon", "qwen3_moe, adapted experts")
 EXPERTS = (*FEW_EXPERTS, "qwen3_moe, outer factors shared")
+# Of ranks that gather all tokens.
+GATHERED = (
+    "qwen3_moe",
+    "qwen3_moe, recomputed",
+    "qwen3_moe, operation",
+    "qwen3_moe, QLoRA, adapted experts",
+    "qwen3_moe, outer factors shared",
+)
 TENSOR = (
     "llama, LoRA",
     "qwen3, LoRA",
