@@ -246,7 +246,12 @@ def run_config(
             "datasets": [{"path": "a", "type": "preference" if "loss" in train else "tokenized"}],
             **(data if "pipeline_parallel_size" in train else {}),
         },
-        "train": {"output_dir": str(folder / "out"), "enable_mixed_precision": False, **train},
+        "train": {
+            "output_dir": str(folder / "out"),
+            "enable_mixed_precision": False,
+            "enable_gradient_checkpointing": False,
+            **train,
+        },
         "lora": lora,
     }
     return config_from_mapping(values).config
