@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from expert_reads import counted_reads
-from layouts import mesh_for
-from local_options import local_config
+from layouts import LAYOUTS, engine_for, run_config
 from ranks import Launch, Launches
+from table_of_runs import NO_OPTIONS, RECOMPUTE
 from tiny_models import hf_config, write_config
 from tiny_runs import run_values
 from xorl.ckpt import CheckpointError, SafetensorsSource, load_weights
@@ -29,7 +29,6 @@ from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.lora.merge import fold_
 from xorl.lora.quantized import AdaptiveNoise, num_parameters, quantized_layers
 from xorl.train import model as model_module
-from xorl.train.build import build_engine
 from xorl.train.engine import Engine
 from xorl.train.export.hf_weights import ExportWeights
 from xorl.train.export.saved import export_saved
@@ -46,24 +45,13 @@ MODELS = {
 }
 TARGETS = {"dense": "all-linear", "experts": ["q_proj", "gate_proj", "up_proj", "down_proj"]}
 FORMATS = {"nf4": 16, "nvfp4": 16, "block_fp8": 32}
-FSDP = {"data_parallel_mode": "fsdp2"}
-LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
-    "one": (1, {"data_parallel_mode": "none"}),
-    "ddp 2": (2, {"data_parallel_mode": "ddp"}),
-    "fsdp 1": (1, FSDP),
-    "fsdp 2": (2, FSDP),
-    "fsdp 3": (3, FSDP),
-    "ep 2": (2, {**FSDP, "expert_parallel_size": 2}),
-    "hsdp 2x2": (4, {**FSDP, "data_parallel_replicate_size": 2}),
-    "ep 2, fsdp 2": (4, {**FSDP, "expert_parallel_size": 2}),
-    "ep 4": (4, {**FSDP, "expert_parallel_size": 4}),
-}
+LAYOUTS = {"one": LAYOUTS["one rank"], "fsdp 3": replace(LAYOUTS["fsdp 2"], num_ranks=3), **LAYOUTS}
 PLACED = [
     ("dense", "nf4", "fsdp 2"),
-    *(("dense", "nvfp4", layout) for layout in ("ddp 2", "fsdp 3", "hsdp 2x2")),
+    *(("dense", "nvfp4", layout) for layout in ("ddp 2", "fsdp 3", "hsdp 2")),
     ("dense", "block_fp8", "fsdp 3"),
     *(("experts", "nf4", layout) for layout in ("ep 2", "ep 4")),
-    *(("experts", "nvfp4", layout) for layout in ("ddp 2", "fsdp 2", "ep 2", "hsdp 2x2", "ep 2, fsdp 2")),
+    *(("experts", "nvfp4", layout) for layout in ("ddp 2", "fsdp 2", "ep 2", "hsdp 2", "ep 2, fsdp 2")),
     *(("experts", "block_fp8", layout) for layout in ("fsdp 2", "ep 2, fsdp 2")),
 ]
 MODES = ("all_ranks", "broadcast")
@@ -76,19 +64,14 @@ READ = [
 
 def config_of(folder: Path, model: str, kind: str, layout: str, mode: str | None = None, **train: object) -> Config:
     """With random weights, or those in the folder, read in a mode."""
-    source = {"config_path": str(folder / model)} if mode is None else {"model_path": str(folder / model)}
+    of_model = {} if mode is None else {"config_path": None, "model_path": str(folder / model)}
     loading = {} if mode is None else {"load_weights_mode": mode}
     quant_format = "block_fp8" if kind == "stored" else kind
     lora = {"enable_qlora": True, "quant_format": quant_format, "quant_group_size": FORMATS.get(quant_format)}
     lora = {**lora, "lora_rank": 4, "lora_target_modules": TARGETS[model.split()[0]]}
-    options = {"output_dir": str(folder / "out"), "enable_mixed_precision": False, **loading, **LAYOUTS[layout][1]}
-    config = local_config(source, lora={} if kind == "plain" else lora, **{**options, **train})
+    options = {**LAYOUTS[layout].train, **RECOMPUTE, **loading, **train}
+    config = run_config(folder, model, options, NO_OPTIONS if kind == "plain" else lora, of_model)
     return one_process(config) if layout == "one" else config
-
-
-def engine_of(config: Config) -> Engine:
-    runtime.seed_everything(0)
-    return build_engine(config, read_architecture(config.model), mesh_for(config), torch.device("cpu"))
 
 
 def held(engine: Engine) -> dict[str, Tensor]:
@@ -116,7 +99,7 @@ class Found:
 
 
 def trained(config: Config) -> Found:
-    engine = engine_of(config)
+    engine = engine_for(config)
     architecture, module = read_architecture(config.model), engine.model.module
     first = stored(engine)
     AdaptiveNoise(module, alpha=0.5, seed=0).set_step(3)
@@ -134,7 +117,7 @@ def write_weights(folder: Path, model: str, *, is_quantised: bool = False) -> No
     own = folder / (f"{model} stored" if is_quantised else model)
     of_files = {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": ["mlp.gate", "lm_head"]}
     write_config(own, {**MODELS[model], **({"quantization_config": of_files} if is_quantised else {})})
-    recipes = read_architecture(local_config(own).model).recipes(merge_qkv=True)
+    recipes = read_architecture(run_config(folder, own.name, {}).model).recipes(merge_qkv=True)
     generator = torch.Generator().manual_seed(0)
     shapes = source_shapes(recipes).items()
     tensors = {name: torch.randn(size, generator=generator).bfloat16() for name, size in shapes}
@@ -147,7 +130,7 @@ def read(config: Config) -> tuple[dict[str, Tensor], int]:
     """The whole base, read in chunks of a few rows, and the bytes of experts that this rank read."""
     with counted_reads() as sizes, pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_module, "load_weights", partial(load_weights, bucket_bytes=1 << 12))
-        engine = engine_of(config)
+        engine = engine_for(config)
     return held(engine), sum(sizes)
 
 
@@ -164,7 +147,7 @@ def error_of_a_failed_read(config: Config, failing_rank: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SafetensorsSource, "read", fail)
         try:
-            engine_of(config)
+            engine_for(config)
         except CheckpointError as error:
             return str(error)
     return "loaded"
@@ -182,7 +165,7 @@ def graphs_run_by(backend: str | None) -> Iterator[None]:
 def losses_of_bytes(config: Config, backend: str | None) -> list[float]:
     """Of two steps on one rank; checks what its first layer gathers."""
     with graphs_run_by(backend):
-        engine = engine_of(config)
+        engine = engine_for(config)
     first, *_ = batches = batches_of(0, 4, 64, config, engine.model.mesh)
     found = []
     for _ in range(2):
@@ -215,12 +198,12 @@ def found(launch: Launch, folder: Path) -> Launches:
     for model, kind, placed in PLACED:
         for layout in ("one", placed):
             run = partial(trained, config_of(folder, model, kind, layout))
-            cells["trained", model, kind, layout] = (LAYOUTS[layout][0], run)
+            cells["trained", model, kind, layout] = (LAYOUTS[layout].num_ranks, run)
     for model, kind, placed, mode in READ:
         name = f"{model} stored" if kind == "stored" else model
         for layout in ("one", placed):
             run = partial(read, config_of(folder, name, kind, layout, mode))
-            cells["read", model, kind, layout, mode] = (LAYOUTS[layout][0], run)
+            cells["read", model, kind, layout, mode] = (LAYOUTS[layout].num_ranks, run)
     for mode in MODES:
         config = config_of(folder, "dense", "nvfp4", "fsdp 2", mode)
         cells["failed read", mode] = (2, partial(error_of_a_failed_read, config, int(mode == "all_ranks")))
