@@ -20,6 +20,7 @@ from worker_ranks import (
     gradients,
     make,
     refusal_of,
+    same,
     service_config,
     shards,
     train,
@@ -146,7 +147,7 @@ def test_losses_gradients_and_steps_are_those_of_plain_torch(
     for name, value in learnt.items():
         torch.testing.assert_close(value, reference[name], rtol=1e-4, atol=1e-5)
     for _, other in every[1:]:
-        assert all(torch.equal(other[name], value) for name, value in learnt.items())
+        assert same(other, learnt)
 
 
 @pytest.mark.ranks(1)
@@ -217,7 +218,7 @@ def test_a_failed_call_leaves_the_gradient_on_every_rank(kind: str, tmp_path: Pa
     done(worker, ops.ForwardBackward("m", good, "cross_entropy"), ops.AbortGradients("m"))
     update = done(worker, ops.OptimStep("m", 1e-2))
     assert (update.metrics["no_gradient"], update.metrics["step"]) == (1, 1)
-    assert all(torch.equal(learnt[name], value) for name, value in trained_values(worker, "m").items())
+    assert same(learnt, trained_values(worker, "m"))
 
 
 @pytest.mark.ranks(2)
@@ -248,7 +249,7 @@ def test_one_rank_that_fails_fails_the_call_on_all(fails: str, tmp_path: Path) -
         assert "a kernel failed" in refusal_of(worker, call).message
         if hook is not None:
             hook.remove()
-    assert all(torch.equal(before[name], value) for name, value in gradients(worker, "m").items())
+    assert same(before, gradients(worker, "m"))
     done(worker, *train("m", data))
 
 
@@ -267,8 +268,7 @@ def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path
         done(worker, *train("m", data), ops.SaveWeights("m", "a"), ops.SaveWeightsForSampler("m", "s"))
         again = refusal_of(worker, ops.SaveWeights("m", "a"), ids=["another"])
         assert again.status == 409
-        same = done(worker, ops.SaveWeights("m", "a"))
-        assert same.size_bytes > 0
+        assert done(worker, ops.SaveWeights("m", "a")).size_bytes > 0
         done(worker, *train("m", data))
         ask(worker, ops.SaveWeights("m", "b"), ids=["b"])
         assert isinstance(ask(worker, ops.SaveWeights("m", "b", overwrite=True), ids=["c"])[0], ops.Saved)
@@ -289,12 +289,11 @@ def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path
         done(worker, *train("n", data))
         got = trained_values(worker, "n")
         done(worker, ops.LoadWeights("n", ref, optimizer=True), *train("n", data))
-        assert all(torch.equal(got[name], value) for name, value in trained_values(worker, "n").items())
+        assert same(got, trained_values(worker, "n"))
         done(worker, ops.LoadWeights("n", CheckpointRef("m", "sampler_weights", "s"), optimizer=False))
         refusal_of(worker, ops.LoadWeights("n", CheckpointRef("m", "sampler_weights", "s"), optimizer=True))
         done(worker, *train("n", data))
-        fresh = trained_values(worker, "n")
-        assert not all(torch.equal(got[name], value) for name, value in fresh.items())
+        assert not same(got, trained_values(worker, "n"))
         return got
 
     def third() -> None:
@@ -311,11 +310,10 @@ def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path
         done(worker, ops.CreateModel("x"))
         start = trained_values(worker, "x")
         done(worker, *train("x", data), ops.UnloadModel("x"), ops.CreateModel("y"))
-        assert all(torch.equal(start[name], value) for name, value in trained_values(worker, "y").items())
+        assert same(start, trained_values(worker, "y"))
 
     wanted = run_ranks(first, num_ranks)[0]
-    got = run_ranks(second, num_ranks)[0]
-    assert all(torch.equal(got[name], value) for name, value in wanted.items())
+    assert same(wanted, run_ranks(second, num_ranks)[0])
     run_ranks(third, num_ranks)
     assert (tmp_path / "outputs" / "weights" / "m" / "a" / "metadata.json").is_file()
     assert list((tmp_path / "outputs" / "external_weights" / "m" / "e").glob("*.safetensors"))

@@ -25,6 +25,7 @@ from worker_ranks import (
     done,
     gradients,
     of_all_stages,
+    same,
     service_config,
     trained_values,
     values,
@@ -184,7 +185,7 @@ def continue_and_sample(worker: Worker, found: Outcome) -> None:
     learnt = trained_values(worker, "a")
     done(worker, ops.LoadWeights("a", CheckpointRef("a", "weights", "kept"), optimizer=True), *step)
     again = trained_values(worker, "a")
-    assert all(torch.equal(again[name], value) for name, value in learnt.items())
+    assert same(again, learnt)
     found.tensors |= {f"continued {name}": value for name, value in learnt.items()}
 
 
@@ -212,7 +213,6 @@ def outcome_of(
 ) -> Outcome:
     """What a worker makes of these calls; collective. Its rows have padding, and fewer tokens than a call has."""
     own = folder / kind
-    own.mkdir(parents=True, exist_ok=True)
     # As many heads for keys as two of the ranks.
     shape = hf_config("qwen3_moe" if kind == "experts" else "qwen3", eos_token_id=63)
     extra = {**({} if kind == "full" else LORA), **options, "output_dir": str(own)}

@@ -19,6 +19,8 @@ from worker_ranks import (
     datum,
     done,
     gradients,
+    same,
+    saved_by,
     service_config,
     shards,
     train,
@@ -158,9 +160,8 @@ def check_samples_and_checkpoints(folder: Path, kind: str, divided: bool) -> Non
     worker = make(folder, kind, 2, "m", divided=divided)
     done(worker, *train("m", data), ops.SaveWeightsForSampler("m", "s", sampler_id="s"))
     prompts = [datum(length, 20 + length).tokens for length in (3, 17, 9)]
-    sampler = ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
     asked = [
-        ops.Sample(sampler, prompt, num_samples=2, max_tokens=6, seed=i, ignore_end=True)
+        ops.Sample(saved_by("m", "s"), prompt, num_samples=2, max_tokens=6, seed=i, ignore_end=True)
         for i, prompt in enumerate(prompts)
     ]
     samples = ask(worker, *asked)
@@ -174,19 +175,18 @@ def check_samples_and_checkpoints(folder: Path, kind: str, divided: bool) -> Non
                 expected = values(loss.fields["logprobs"][0])[len(prompt.numpy()) - 1 :]
                 np.testing.assert_allclose(values(sequence.logprobs), expected, atol=1e-4)
     done(worker, ops.SaveWeights("m", "a"), *train("m", data))
-    other = make(folder, kind, 2, divided=divided)
+    restored = make(folder, kind, 2, divided=divided)
     done(
-        other,
+        restored,
         ops.CreateModel("n", checkpoint=CheckpointRef("m", "weights", "a"), with_optimizer=True),
         *train("n", data),
     )
-    learnt = trained_values(worker, "m")
-    assert all(torch.equal(learnt[name], value) for name, value in trained_values(other, "n").items())
+    assert same(trained_values(worker, "m"), trained_values(restored, "n"))
     again = ask(worker, asked[0])
     assert isinstance(again[0], ops.SampleResult)
     assert isinstance(samples[0], ops.SampleResult)
-    for one, same in zip(again[0].sequences, samples[0].sequences, strict=True):
-        assert one.tokens.numpy().tolist() == same.tokens.numpy().tolist()
+    for one, other in zip(again[0].sequences, samples[0].sequences, strict=True):
+        assert one.tokens.numpy().tolist() == other.tokens.numpy().tolist()
 
 
 def check_beside_a_diverged_model(folder: Path, kind: str) -> None:

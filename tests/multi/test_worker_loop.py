@@ -4,23 +4,25 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from sockets import ipc_address
 from worker_ranks import (
-    ADAPTER,
     KINDS,
     ask,
+    created,
     datum,
     done,
     make,
     refusal_of,
+    same,
+    saved_by,
     service_config,
     shards,
     train,
@@ -28,6 +30,7 @@ from worker_ranks import (
     worker_of,
 )
 from xorl.ckpt.files import HashedFile
+from xorl.config import ServerConfig
 from xorl.core import runtime
 from xorl.server import messages
 from xorl.server import operations as ops
@@ -64,47 +67,13 @@ def broken_disk() -> str:
     return "OSError: a broken disk" if runtime.global_rank() == 1 else "rank 1: a broken disk"
 
 
-async def ask_all(address: str, works: list[messages.Work], answers: list[messages.Result]) -> None:
-    client: ChannelClient[messages.Done] = ChannelClient(address, messages.Done)
-    await client.start()
-    for work in works:
-        done = await client.request(work, timeout_s=60)
-        assert done.ids == work.ids
-        answers.extend(done.results)
-    await client.close()
-
-
-def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_ranks, monkeypatch) -> None:
-    # Catches ranks that part, a result that is lost with its orchestrator, a step that is taken twice because it was
-    # asked for again, and ranks that give up on a rank 0 which has nothing to do.
-    monkeypatch.setattr(serve, "IDLE_S", 0.05)
-    data = [datum(4 + i, i) for i in range(5)]
-    step = messages.Work(["3"], [ops.OptimStep("m", 1e-2)])
-    works = [
-        messages.Work(["0"], [messages.Health()]),
-        messages.Work(["1"], [ops.CreateModel("m")]),
-        messages.Work(
-            ["2", "2b"],
-            [ops.ForwardBackward("m", data, "cross_entropy"), ops.ForwardBackward("m", [], "cross_entropy")],
-        ),
-        step,
-        step,
-        messages.Work(["3", "4"][1:], [ops.OptimStep("m", 1e-2)]),
-        messages.Work(["5"], [ops.SaveWeights("m", "../a")]),
-        messages.Work(["6"], [messages.Shutdown()]),
-    ]
-
-    def run() -> list[messages.Result]:
-        with ipc_address("workers") as address:
-            return serve_all(address)
-
-    def serve_all(address: str) -> list[messages.Result]:
-        config = service_config(tmp_path, data_parallel_shard_size=2)
+def worked(config: ServerConfig, ask_all: Callable[[str], Coroutine[Any, Any, None]]) -> Worker:
+    """This rank's worker when it has done what is asked of rank 0's address; collective."""
+    with ipc_address("workers") as address:
         server, cancelled = None, serve.CancelledIds()
-        answers: list[messages.Result] = []
         if runtime.global_rank() == 0:
             server = BlockingServer(address, messages.Work | messages.Cancel, intercept=cancelled.intercept)
-            asking = threading.Thread(target=lambda: asyncio.run(ask_all(server.address, works, answers)))
+            asking = threading.Thread(target=lambda: asyncio.run(ask_all(server.address)))
             asking.start()
         worker = worker_of(config)
         self_test(worker)
@@ -115,6 +84,51 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
             serve.lead(worker, server, cancelled)
             asking.join()
             server.close()
+        return worker
+
+
+@asynccontextmanager
+async def client_of(address: str) -> AsyncIterator[Callable[..., Awaitable[list[messages.Result]]]]:
+    """(ids, *operations) -> their results, from rank 0."""
+    client: ChannelClient[messages.Done] = ChannelClient(address, messages.Done)
+    await client.start()
+
+    async def results(ids: str, *operations: messages.Operation) -> list[messages.Result]:
+        work = messages.Work(ids.split(), list(operations))
+        answer = await client.request(work, timeout_s=60)
+        assert answer.ids == work.ids
+        return answer.results
+
+    yield results
+    await client.close()
+
+
+def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_ranks, monkeypatch) -> None:
+    # Catches ranks that part, a result that is lost with its orchestrator, a step that is taken twice because it was
+    # asked for again, and ranks that give up on a rank 0 which has nothing to do.
+    monkeypatch.setattr(serve, "IDLE_S", 0.05)
+    data = [datum(4 + i, i) for i in range(5)]
+    calls = [ops.ForwardBackward("m", own, "cross_entropy") for own in (data, [])]
+    step = ops.OptimStep("m", 1e-2)
+
+    def run() -> list[messages.Result]:
+        answers: list[messages.Result] = []
+
+        async def ask_all(address: str) -> None:
+            async with client_of(address) as results:
+                for ids, *operations in (
+                    ("0", messages.Health()),
+                    ("1", ops.CreateModel("m")),
+                    ("2 2b", *calls),
+                    ("3", step),
+                    ("3", step),
+                    ("4", step),
+                    ("5", ops.SaveWeights("m", "../a")),
+                    ("6", messages.Shutdown()),
+                ):
+                    answers.extend(await results(ids, *operations))
+
+        worked(service_config(tmp_path, data_parallel_shard_size=2), ask_all)
         return answers
 
     answers, _ = run_ranks(run, 2)
@@ -130,71 +144,50 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_save_in_the_background_lets_other_calls_run(kind: str, tmp_path: Path, run_ranks) -> None:
+def test_a_save_in_the_background_lets_other_calls_run(kind: str, tmp_path: Path, run_ranks, monkeypatch) -> None:
     # Catches workers that all clients wait for while one saves, a save that is acknowledged before it is complete, and
     # one whose model has changed before it was copied.
-    may_write = threading.Event()
+    may_write, close = threading.Event(), HashedFile.close
 
-    async def ask_while_saving(address: str, answers: list[messages.Result | bool]) -> None:
-        client: ChannelClient[messages.Done] = ChannelClient(address, messages.Done)
-        await client.start()
-
-        async def result(request_id: str, operation: messages.Operation) -> messages.Result:
-            return (await client.request(messages.Work([request_id], [operation]), timeout_s=60)).results[0]
-
-        await result("1", ops.CreateModel("m", lora=ADAPTER if kind == "lora" else None))
-        saving = asyncio.create_task(result("2", ops.SaveWeights("m", "a")))
-        await asyncio.sleep(0)
-        answers.append(await result("3", messages.Health()))
-        await result("4", ops.ForwardBackward("m", [datum(4, 1)], "cross_entropy"))
-        await result("5", ops.OptimStep("m", 1e-1))
-        answers.append(saving.done())
-        may_write.set()
-        answers += [
-            await saving,
-            await result("2", ops.SaveWeights("m", "a")),
-            await result("6", ops.SaveWeights("m", "a")),
-        ]
-        await result("7", ops.LoadWeights("m", CheckpointRef("m", "weights", "a"), optimizer=True))
-        answers.append(await result("8", messages.Shutdown()))
-        await client.close()
+    def close_when_told(file: HashedFile) -> None:
+        may_write.wait(60 if runtime.global_rank() == 0 else 0)
+        close(file)
 
     def run() -> tuple[list[messages.Result | bool], dict[str, Tensor]]:
         answers: list[messages.Result | bool] = []
-        close = HashedFile.close
 
-        def close_when_told(file: HashedFile) -> None:
-            may_write.wait(60)
-            close(file)
+        async def ask_while_saving(address: str) -> None:
+            async with client_of(address) as results:
+                await results("1", created("m", kind))
+                saving = asyncio.create_task(results("2", ops.SaveWeights("m", "a")))
+                await asyncio.sleep(0)
+                answers.extend(await results("3", messages.Health()))
+                await results("4", ops.ForwardBackward("m", [datum(4, 1)], "cross_entropy"))
+                await results("5", ops.OptimStep("m", 1e-1))
+                answers.append(saving.done())
+                may_write.set()
+                answers.extend(await saving)
+                for name in ("2", "6"):
+                    answers.extend(await results(name, ops.SaveWeights("m", "a")))
+                await results("7", ops.LoadWeights("m", CheckpointRef("m", "weights", "a"), optimizer=True))
+                answers.extend(await results("8", messages.Shutdown()))
 
-        config = service_config(tmp_path, **KINDS[kind], save_async=True, **shards(2))
-        with ipc_address("workers") as address:
-            worker = worker_of(config)
-            if runtime.global_rank() > 0:
-                serve.follow(worker)
-                return answers, trained_values(worker, "m")
-            HashedFile.close = close_when_told
-            cancelled = serve.CancelledIds()
-            server = BlockingServer(address, messages.Work | messages.Cancel, intercept=cancelled.intercept)
-            asking = threading.Thread(target=lambda: asyncio.run(ask_while_saving(server.address, answers)))
-            asking.start()
-            serve.lead(worker, server, cancelled)
-            asking.join()
-            server.close()
+        worker = worked(service_config(tmp_path, **KINDS[kind], save_async=True, **shards(2)), ask_while_saving)
         return answers, trained_values(worker, "m")
 
     def fresh() -> dict[str, Tensor]:
         return trained_values(make(tmp_path, kind, **shards(2)), "m")
 
-    (answers, loaded), _ = run_ranks(run, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(HashedFile, "close", close_when_told)
+        (answers, loaded), _ = run_ranks(run, 2)
     health, was_saved, saved, again, taken, _ = answers
     assert isinstance(health, messages.HealthResult)
     assert not was_saved
     assert saved.size_bytes > 0
     assert again == saved
     assert taken.status == 409
-    expected, _ = run_ranks(fresh, 2)
-    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    assert same(loaded, run_ranks(fresh, 2)[0])
 
 
 def test_results_are_kept_within_bounds() -> None:
@@ -211,31 +204,23 @@ def test_results_are_kept_within_bounds() -> None:
     assert [small.get(name) is not None for name in "ab"] == [False, True]
 
 
-def test_a_rank_that_dies_ends_the_others_and_its_call_has_no_answer(tmp_path: Path, run_ranks) -> None:
+@pytest.mark.parametrize("asked", ["a pass", "a sample"])
+def test_a_rank_that_dies_ends_the_others_and_its_call_has_no_answer(asked: str, tmp_path: Path, run_ranks) -> None:
     """Catches a client that is told of a broken connection, as its call's final result, where one GPU's process died.
 
-    Without an answer the orchestrator has the workers that are started next compute the call.
+    Without an answer the orchestrator has the workers that are started next compute the call. A rank dies in a pass, or
+    while a checkpoint is read to sample from.
     """
 
     def run() -> list[messages.Result]:
         worker = make(tmp_path, "full", **shards(2))
+        done(worker, ops.SaveWeightsForSampler("m", "s"))
         if runtime.global_rank() == 1:
             worker.base.module.layers[1].register_forward_hook(lambda *_: os._exit(9))
-        return worker.run(messages.Work(["2"], [ops.ForwardBackward("m", [datum(4, 1), datum(5, 2)], "cross_entropy")]))
-
-    assert run_ranks(run, 2) == ["no result", "no result"]
-
-
-def test_a_rank_that_dies_while_a_checkpoint_is_read_to_sample_from_leaves_no_answer(tmp_path: Path, run_ranks) -> None:
-    """Catches a client that is told of a broken connection where the workers' start anew would give it its samples."""
-
-    def run() -> list[messages.Result]:
-        worker = make(tmp_path, "full", **shards(2))
-        worker.run(messages.Work(["2"], [ops.SaveWeightsForSampler("m", "s")]))
-        if runtime.global_rank() == 1:
             worker.saved.describe = lambda _: os._exit(9)
-        sampler = ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
-        return worker.run(messages.Work(["3"], [ops.Sample(sampler, datum(4, 1).tokens, max_tokens=1)]))
+        call = ops.ForwardBackward("m", [datum(4, 1), datum(5, 2)], "cross_entropy")
+        sample = ops.Sample(saved_by("m", "s"), datum(4, 1).tokens, max_tokens=1)
+        return ask(worker, call if asked == "a pass" else sample)
 
     assert run_ranks(run, 2) == ["no result", "no result"]
 
@@ -245,8 +230,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_held_by_none(tmp_path: Path) 
     # Catches ranks that part: one holds what another one has not, so only one of them reads it when it is asked for.
     worker = make(tmp_path, "full", **shards(2))
     done(worker, ops.SaveWeightsForSampler("m", "s"))
-    sampler = ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
-    sample = ops.Sample(sampler, datum(4, 1).tokens, max_tokens=1)
+    sample = ops.Sample(saved_by("m", "s"), datum(4, 1).tokens, max_tokens=1)
     with broken_on_rank_1(worker.saved, "load_source"):
         assert broken_disk() in refusal_of(worker, sample).message
     done(worker, sample)
@@ -284,7 +268,7 @@ def test_a_load_that_fails_on_one_rank_leaves_all_the_model_or_none(kind: str, c
         if method == "describe":
             assert same(before, trained_values(worker, "m"))
     assert_gone(worker, train("m", data)[0])
-    done(worker, ops.CreateModel("m", lora=ADAPTER if kind == "lora" else None))
+    done(worker, created("m", kind))
     assert same(first, trained_values(worker, "m"))
 
 
@@ -307,11 +291,6 @@ def assert_gone(worker: Worker, call: messages.Operation) -> None:
     """Whoever lost the connection before it was told of the failure learns it, too."""
     gone = refusal_of(worker, call)
     assert ("there is no model 'm'" in gone.message, gone.model_given_up) == (True, True)
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether models have the same values."""
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 @pytest.mark.parametrize(("kind", "fails"), [("full", "_compute"), ("lora", "_advance"), ("full", "submit")])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from worker_ranks import ask, datum, done, make, refusal_of, service_config, shards, train, values, worker_of
+from worker_ranks import ask, datum, done, make, refusal_of, saved_by, service_config, shards, train, values, worker_of
 from xorl.config import ConfigError
 from xorl.server import operations as ops
 from xorl.server.datum import Array
@@ -19,10 +19,6 @@ from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.worker import Worker
 
 ADAPTERS = {"enable_lora": True, "lora_rank": 4}
-
-
-def saved_by(model_id: str, name: str) -> ops.CheckpointSampler:
-    return ops.CheckpointSampler(CheckpointRef(model_id, "sampler_weights", name))
 
 
 def tokens(length: int) -> Array:
@@ -188,8 +184,7 @@ def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: in
         second = sample(worker, saved_by("m", "s2"))
         assert sample(worker, saved_by("m", "s1")) == first
         assert sample(worker, ops.BaseSampler()) == base
-        reference = CheckpointRef("m", "sampler_weights", "named")
-        assert sample(worker, ops.CheckpointSampler(reference))[0] == first[0]
+        assert sample(worker, saved_by("m", "named"))[0] == first[0]
         assert trained(worker) == later
         if worker.base.runtime.is_main:
             np.testing.assert_allclose(first[1], learnt, atol=1e-4)

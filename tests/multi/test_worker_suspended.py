@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from worker_ranks import ADAPTER, ask, datum, done, gradients, make, values
+from worker_ranks import ADAPTER, ask, datum, done, gradients, make, saved_by, values
 from xorl.core import runtime
 from xorl.server import operations as ops
 from xorl.server.datum import Array
-from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import CANCELLED, Resume, Suspended, Work
 from xorl.server.worker import adapters, full, interrupts
 from xorl.server.worker.interrupts import Interrupts
@@ -25,6 +24,12 @@ EARLIER = ops.ForwardBackward("m", [datum(20, 99)], "cross_entropy")
 # Several rows of 64 tokens on each of two ranks.
 LONG = ops.ForwardBackward("m", [datum(30 + seed, seed, weights=0.5 + seed) for seed in range(12)], "cross_entropy")
 FORWARD = ops.ForwardBackward("m", LONG.data, "cross_entropy", forward_only=True)
+
+
+@pytest.fixture(autouse=True)
+def every_opportunity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes and samples may give way at once."""
+    monkeypatch.setattr(interrupts, "MIN_SLICE_S", 0.0)
 
 
 def turns(
@@ -58,7 +63,6 @@ def disturb(worker: Worker, kind: str) -> Callable[[int], None]:
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_a_pass_in_turns_computes_what_it_computes_at_once(kind: str, tmp_path: Path, run_ranks, monkeypatch) -> None:
     # Catches values, metrics, gradients or counts that depend on when a pass gave way or on what ran meanwhile.
-    monkeypatch.setattr(interrupts, "MIN_SLICE_S", 0.0)
     monkeypatch.setattr(full, "ROWS_PER_REDUCTION", 2)
 
     def run() -> list[tuple[object, object, dict[str, Tensor], dict[str, float]]]:
@@ -81,8 +85,6 @@ def test_a_pass_in_turns_computes_what_it_computes_at_once(kind: str, tmp_path: 
             found.append((forward, result, grads, step.metrics))
         return found
 
-    for folder in ("False", "True"):
-        (tmp_path / folder).mkdir()
     found = run_ranks(run, 2)
     for at_once, in_turns in found:
         torch.testing.assert_close(in_turns[2], at_once[2], rtol=0, atol=0)
@@ -95,12 +97,9 @@ def test_a_pass_in_turns_computes_what_it_computes_at_once(kind: str, tmp_path: 
         assert [len(array.numpy()) for array in plain.fields["logprobs"]] == [30 + seed for seed in range(12)]
 
 
-def test_a_suspended_pass_that_fails_or_is_cancelled_leaves_the_earlier_gradient(
-    tmp_path: Path, run_ranks, monkeypatch
-) -> None:
+def test_a_suspended_pass_that_fails_or_is_cancelled_leaves_the_earlier_gradient(tmp_path: Path, run_ranks) -> None:
     # Catches half a call's gradient in the model's next step, ranks that part, and a pass that no one resumes, which
     # adds to the gradient of what its model does next.
-    monkeypatch.setattr(interrupts, "MIN_SLICE_S", 0.0)
 
     def run() -> list[object]:
         worker = make(tmp_path, "lora", data_parallel_replicate_size=2)
@@ -145,10 +144,9 @@ def test_a_suspended_pass_that_fails_or_is_cancelled_leaves_the_earlier_gradient
     assert stepped == run_ranks(alone, 2)[0]
 
 
-def test_a_suspended_pass_that_is_sent_again_with_others_begins_again(tmp_path: Path, run_ranks, monkeypatch) -> None:
+def test_a_suspended_pass_that_is_sent_again_with_others_begins_again(tmp_path: Path, run_ranks) -> None:
     # Catches a rank that ends because results are missing, and a gradient that is taken back after it was acknowledged:
     # an orchestrator that restarts does not know which passes were suspended.
-    monkeypatch.setattr(interrupts, "MIN_SLICE_S", 0.0)
     other = ops.ForwardBackward("other0", [datum(9, 1)], "cross_entropy")
 
     def run() -> list[dict[str, Tensor]]:
@@ -168,8 +166,6 @@ def test_a_suspended_pass_that_is_sent_again_with_others_begins_again(tmp_path: 
             found.append(gradients(worker, "m"))
         return found
 
-    for folder in ("False", "True"):
-        (tmp_path / folder).mkdir()
     for plain, again in run_ranks(run, 2):
         torch.testing.assert_close(again, plain, rtol=0, atol=0)
 
@@ -178,19 +174,16 @@ def _broken(module: nn.Module, given: tuple[Tensor, ...], taken: tuple[Tensor, .
     raise OSError("a broken pass")
 
 
-def test_samples_in_turns_are_those_at_once_and_training_runs_between_them(
-    tmp_path: Path, run_ranks, monkeypatch
-) -> None:
+def test_samples_in_turns_are_those_at_once_and_training_runs_between_them(tmp_path: Path, run_ranks) -> None:
     # Catches samples that are lost, drawn twice or from other weights when training or other samples come between, ones
     # that hold the sampler's memory after they were cancelled, and a call that others wait for.
-    monkeypatch.setattr(interrupts, "MIN_SLICE_S", 0.0)
 
     def run() -> list[object]:
         worker = make(tmp_path, "lora", data_parallel_replicate_size=2)
         saved = [done(worker, ops.SaveWeightsForSampler("m", name)) for name in ("a", "b")]
         assert len(saved) == 2
         prompt = Array.of(np.array([3, 1, 4], np.int32))
-        sources = [ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", name)) for name in ("a", "b")]
+        sources = [saved_by("m", name) for name in ("a", "b")]
         many, few = (
             ops.Sample(source, prompt, num_samples=n, max_tokens=length, seed=5, ignore_end=True, prompt_logprobs=True)
             for source, n, length in zip(sources, (9, 2), (20, 4), strict=True)
@@ -233,7 +226,6 @@ def test_samples_in_turns_are_those_at_once_and_training_runs_between_them(
 
 def test_suspended_samples_of_any_number_of_adapters_end(tmp_path: Path, run_ranks, monkeypatch) -> None:
     """Catches samples that begin again in each of their turns, since the turns of others dropped their adapters."""
-    monkeypatch.setattr(interrupts, "MIN_SLICE_S", 0.0)
     monkeypatch.setattr(adapters, "NUM_SOURCES", 2)
     names, num_tokens = [f"w{index}" for index in range(5)], 6
 
@@ -242,12 +234,7 @@ def test_suspended_samples_of_any_number_of_adapters_end(tmp_path: Path, run_ran
         for name in names:
             done(worker, ops.SaveWeightsForSampler("m", name))
         waiting = {
-            name: ops.Sample(
-                ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", name)),
-                datum(3).tokens,
-                max_tokens=num_tokens,
-                ignore_end=True,
-            )
+            name: ops.Sample(saved_by("m", name), datum(3).tokens, max_tokens=num_tokens, ignore_end=True)
             for name in names
         }
         for _ in range(2 * num_tokens):

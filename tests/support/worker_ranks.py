@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -14,8 +15,9 @@ from tiny_models import hf_config
 from xorl.config import ServerConfig, server_config_from_mapping
 from xorl.core import runtime
 from xorl.server.datum import Array, Datum
+from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Operation, Result, Work
-from xorl.server.operations import CreateModel, Failure, ForwardBackward, LoraSpec, OptimStep
+from xorl.server.operations import CheckpointSampler, CreateModel, Failure, ForwardBackward, LoraSpec, OptimStep
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import build_base
 from xorl.server.worker.full import WholeModel
@@ -31,6 +33,7 @@ ADAPTER = LoraSpec(rank=3, alpha=8.0, seed=5)
 
 def service_config(folder: Path, *, shape: Mapping[str, object] = HF_CONFIG, **options: object) -> ServerConfig:
     """fp32, full weights; the model's folder has no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
     # Every rank writes it, and another one may be reading.
     fresh = folder / f"config.json.{os.getpid()}"
     fresh.write_text(json.dumps(shape))
@@ -79,8 +82,23 @@ def refusal_of(worker: Worker, operation: Operation, ids: Sequence[str] = ()) ->
 def make(folder: Path, kind: str, model_id: str = "m", **options: object) -> Worker:
     """A worker of a kind, with a model."""
     worker = worker_of(service_config(folder, **KINDS[kind], **options))
-    done(worker, CreateModel(model_id, lora=ADAPTER if kind == "lora" else None))
+    done(worker, created(model_id, kind))
     return worker
+
+
+def created(model_id: str, kind: str) -> CreateModel:
+    """The operation that makes a model of a kind."""
+    return CreateModel(model_id, lora=ADAPTER if kind == "lora" else None)
+
+
+def saved_by(model_id: str, name: str) -> CheckpointSampler:
+    """What samples from weights that a model was saved with for samplers."""
+    return CheckpointSampler(CheckpointRef(model_id, "sampler_weights", name))
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether models have the same values."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def shards(num_ranks: int) -> dict[str, object]:
