@@ -4,25 +4,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lora_runs import config_of, write_data
+from lora_runs import config_of, run, write_data
+from saved_models import save_model
 from tiny_models import hf_config
-from xorl.train import build_run, train
 from xorl.train.export.folder import export_folder
 from xorl.train.export.saved import export_saved
 
+SHAPE = hf_config(hidden_size=64, intermediate_size=64)
 LORA: dict[str, dict[str, object]] = {
     "plain": {"save_lora_only": True, "lora_rank": 4},
     "quantised": {"save_lora_only": True, "lora_rank": 4, "enable_qlora": True, "quant_format": "nf4"},
 }
-
-
-def write_model(folder: Path, seed: int, max_shard_size: str = "50GB") -> None:
-    torch.manual_seed(seed)
-    config = Qwen3Config.from_dict(hf_config(hidden_size=64, intermediate_size=64))
-    Qwen3ForCausalLM(config).save_pretrained(folder, max_shard_size=max_shard_size)
 
 
 @pytest.mark.multi
@@ -32,15 +25,13 @@ def test_a_base_that_changed_is_noticed_and_one_that_moved_is_not_refused(
     # Catches adapters that are trained on, resumed or merged over other weights in the folder of their base.
     write_data(tmp_path)
     base = tmp_path / "base"
-    write_model(base, 0)
-    write_model(tmp_path / "divided", 0, "40KB")
+    save_model(base, SHAPE)
+    save_model(tmp_path / "divided", SHAPE, max_shard_size="40KB")
     assert len(list((tmp_path / "divided").glob("*.safetensors"))) > 1
 
     def go(name: str, base: str = "base", max_steps: int = 1, **options: object) -> None:
         lora = {**LORA[name], **({"adapter_path": options.pop("adapter")} if "adapter" in options else {})}
-        built = build_run(config_of(tmp_path, tmp_path / name, lora, base, max_steps=max_steps, **options).config)
-        assert train(built) == 0
-        built.observer.close()
+        run(config_of(tmp_path, tmp_path / name, lora, base, max_steps=max_steps, **options))
 
     def train_both() -> None:
         for name in LORA:
@@ -53,7 +44,7 @@ def test_a_base_that_changed_is_noticed_and_one_that_moved_is_not_refused(
     exported = export_saved(str(adapter), str(tmp_path / "exported"))
 
     shutil.rmtree(base)
-    write_model(base, 1)
+    save_model(base, SHAPE, seed=1)
 
     def refuse() -> None:
         for name in LORA:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
+from saved_models import save_model
 from tiny_models import hf_config
 from tiny_runs import QUICKSTART, run_values, write_counting_rows
 from workspace import ROOT
@@ -41,9 +42,7 @@ def answers(path: Path, *flags: str, said: str) -> list[str]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`base`, with a tokenizer without a template; `full` and `lora`, runs that began with it and have a template."""
     root = tmp_path_factory.mktemp("chat")
-    torch.manual_seed(0)
-    config = hf_config(vocab_size=288, max_position_embeddings=256, eos_token_id=0)
-    Qwen3ForCausalLM(Qwen3Config.from_dict(config)).save_pretrained(root / "base")
+    save_model(root / "base", hf_config(vocab_size=288, max_position_embeddings=256, eos_token_id=0))
     (root / "tokenizer").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(QUICKSTART / name, root / "tokenizer")

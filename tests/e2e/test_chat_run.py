@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tiny_runs import metrics_of
 from workspace import ROOT
 from xorl.train.export.saved import export_saved
 from xorl.train.report.page import report_page
@@ -20,8 +21,7 @@ def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path, run_comman
     steps = ["--train.max_steps", "6", "--train.data_parallel_mode", "none", "--train.log_format", "structured"]
     result = run_command("configs/local/chat.yaml", *folders, *steps, prepare=lambda: os.chdir(ROOT))
     assert result.returncode == 0, result.stderr
-    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["loss"] for record in records if "loss" in record]
+    losses = [record["loss"] for record in metrics_of(tmp_path / "out") if "loss" in record]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     receipt = json.loads((tmp_path / "out" / "data_receipt.json").read_text())

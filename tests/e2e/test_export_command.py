@@ -9,9 +9,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from saved_models import save_model
 from tiny_models import hf_config
 from tiny_runs import run_values, write_counting_rows
 from xorl.ckpt import Checkpointer, read_manifest
@@ -23,16 +24,11 @@ from xorl.train.export.verify import VerificationError
 from xorl.train.run import run_training
 
 
-def write_base(folder: Path, **sizes: int) -> None:
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config(**sizes))).to(torch.bfloat16).save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`base` in bf16 and, in fp32, `adapter` on it."""
     root = tmp_path_factory.mktemp("export")
-    write_base(root / "base")
+    save_model(root / "base", dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
     options = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], use_dora=True, use_rslora=True)
     model = get_peft_model(model, options)
@@ -99,7 +95,7 @@ def test_an_adapter_on_some_layers_is_written_so_that_it_can_be_read(
 
 def test_what_is_wrong_is_said_and_nothing_is_left(folders: Path, tmp_path: Path) -> None:
     # Catches an adapter that is folded into another model, and a folder that appears though it was not verified.
-    write_base(tmp_path / "other", hidden_size=48)
+    save_model(tmp_path / "other", hf_config(hidden_size=48), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"(?s)PATH: .*--base names.*q_proj: the adapter is for a weight of"):
         export_saved(str(folders / "adapter"), str(tmp_path / "out"), base=str(tmp_path / "other"), merge=True)
 
@@ -190,7 +186,7 @@ def test_an_adapter_of_a_checkpoint_names_a_base_that_was_moved(folders: Path, t
     assert config["base_model_name_or_path"] == str(tmp_path / "moved")
     with pytest.raises(ValueError, match="remove --base"):
         export_saved(str(checkpoint), str(tmp_path / "merged"), base=str(tmp_path / "moved"), merge=True)
-    write_base(tmp_path / "other", hidden_size=48)
+    save_model(tmp_path / "other", hf_config(hidden_size=48), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"PATH: .*--base names"):
         export_saved(str(checkpoint), str(tmp_path / "wrong"), base=str(tmp_path / "other"))
 

@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from saved_models import save_model
 from tiny_models import hf_config
+from tiny_runs import metrics_of
 
 BASE = """\
 model:
@@ -88,8 +88,7 @@ WITHOUT_EFFECT = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("first_hour")
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config(intermediate_size=64))).save_pretrained(root / "base")
+    save_model(root / "base", hf_config(intermediate_size=64))
     rows = [{"input_ids": [(index + offset) % 50 for offset in range(8 + index % 5)]} for index in range(32)]
     (root / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (root / "config.yaml").write_text(BASE.format(folder=root))
@@ -102,7 +101,7 @@ def test_every_command_line_runs_with_the_same_file(name: str, folder: Path, run
     output = folder / name.replace(" ", "_").replace(",", "")
     result = run_command(str(folder / "config.yaml"), "--train.output_dir", str(output), *COMMAND_LINES[name])
     assert result.returncode == 0, result.stderr
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    records = metrics_of(output)
     assert [record["step"] for record in records if "loss" in record] == [1, 2]
     assert any("eval_loss" in record for record in records) == ("no evaluation" not in name)
     listed = [line for line in result.stderr.splitlines() if "options without effect: " in line]

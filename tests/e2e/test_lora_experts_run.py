@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import lora_runs
-from lora_runs import NUM_STEPS, write_data
+from lora_runs import NUM_STEPS, eval_losses, last, run, write_data
+from saved_models import save_model
 from tiny_models import hf_config
 from xorl.cli.export import app
 from xorl.config import LoadedConfig
-from xorl.lora import adapter_parameters
-from xorl.train import build_run, train
 from xorl.train.export.folder import export_folder
 from xorl.train.export.saved import export_saved
 from xorl.train.export.source import open_saved
@@ -48,10 +46,8 @@ RUNS: dict[str, tuple[str, dict[str, object], str, str]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of transformers of each type, and `data.jsonl`, in which a token is the one before plus one."""
     root = tmp_path_factory.mktemp("lora")
-    torch.manual_seed(0)
     for model_type in TARGETS:
-        config = AutoConfig.for_model(**hf_config(model_type))
-        AutoModelForCausalLM.from_config(config).save_pretrained(root / model_type)
+        save_model(root / model_type, hf_config(model_type))
     write_data(root)
     return root
 
@@ -60,26 +56,6 @@ def config_of(folder: Path, output: Path, base: str, lora: Mapping[str, object],
     if "adapter_path" not in lora:
         lora = {"lora_rank": 4, "lora_alpha": 6, "lora_target_modules": TARGETS[base], **lora}
     return lora_runs.config_of(folder, output, lora, base=base, router_aux_loss_coef=0.0, **options)
-
-
-def run(loaded: LoadedConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of the adapters' parameters."""
-    built = build_run(loaded.config)
-    assert train(built) == 0
-    built.observer.close()
-    return {name: tuple(one.shape) for name, one in adapter_parameters(built.engine.model.module).items()}
-
-
-def metrics(output: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-def eval_losses(output: Path) -> dict[int, float]:
-    return {int(record["step"]): record["eval_loss"] for record in metrics(output) if "eval_loss" in record}
-
-
-def last(output: Path) -> Path:
-    return output / "checkpoints" / f"global_step_{NUM_STEPS}"
 
 
 @pytest.mark.parametrize("name", RUNS)

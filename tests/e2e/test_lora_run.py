@@ -10,23 +10,16 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
-from lora_runs import NUM_STEPS, config_of, write_data
+from lora_runs import NUM_STEPS, config_of, eval_losses, last, run, write_data
+from saved_models import save_model
 from tiny_models import hf_config
 from xorl.ckpt import read_manifest
 from xorl.ckpt.layout import verify
 from xorl.config import LoadedConfig
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
-from xorl.train import build_run, train
+from xorl.train import build_run
 from xorl.train.export.folder import export_folder
 from xorl.train.export.saved import export_saved
 
@@ -51,27 +44,11 @@ EXPERT_TARGETS: dict[str, dict[str, object]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`base` and `mixture`, models of transformers, and `data.jsonl`, in which a token is the one before plus one."""
     root = tmp_path_factory.mktemp("lora")
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config())).save_pretrained(root / "base")
+    save_model(root / "base")
     mixture = hf_config("qwen3_moe", moe_intermediate_size=32, num_key_value_heads=4, head_dim=16)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig.from_dict(mixture)).save_pretrained(root / "mixture")
+    save_model(root / "mixture", mixture)
     write_data(root)
     return root
-
-
-def run(loaded: LoadedConfig) -> None:
-    built = build_run(loaded.config)
-    assert train(built) == 0
-    built.observer.close()
-
-
-def eval_losses(output: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record["eval_loss"] for record in records if "eval_loss" in record}
-
-
-def last(output: Path) -> Path:
-    return output / "checkpoints" / f"global_step_{NUM_STEPS}"
 
 
 @pytest.mark.multi
@@ -139,10 +116,8 @@ def test_a_run_does_not_go_on_with_another_model(folder: Path, tmp_path: Path, r
     # Catches adapters that are scaled otherwise from one step to the next, or laid over a base of the same shapes.
     lora, resume = {**KINDS["plain"], "save_lora_only": True}, {"load_checkpoint_path": "auto"}
     run_ranks(lambda: run(config_of(folder, tmp_path, lora, max_steps=1)), 1)
-    torch.manual_seed(1)
-    Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config())).save_pretrained(folder / "other")
-    longer = hf_config() | {"rope_theta": 500.0}
-    Qwen3ForCausalLM(Qwen3Config.from_dict(longer)).save_pretrained(folder / "longer" / "base")
+    save_model(folder / "other", seed=1)
+    save_model(folder / "longer" / "base", hf_config() | {"rope_theta": 500.0}, seed=2)
     scaled = (
         ({**lora, "lora_alpha": 4}, "lora.lora_alpha: 4.0, but the adapters in .* were trained with 8.0"),
         ({**lora, "use_rslora": True}, "lora.use_rslora: True"),
@@ -175,9 +150,7 @@ def test_a_run_does_not_go_on_with_another_model(folder: Path, tmp_path: Path, r
 @pytest.mark.multi
 def test_weights_that_are_kept_the_other_way_are_adapted_as_peft_does(folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches a matrix [in, out] whose adapter is named for another orientation, or folded in lying down.
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder / "turned")
+    save_model(folder / "turned", hf_config("gpt2"))
     output = tmp_path / "output"
     loaded = config_of(folder, output, KINDS["plain"], max_steps=1, base="turned")
     run_ranks(lambda: run(loaded), 1)
@@ -204,9 +177,7 @@ def test_an_adapter_of_another_base_stops_the_run(folder: Path, tmp_path: Path, 
     adapter = tmp_path / "output" / "checkpoints" / "global_step_1"
     runs = []
     for name, sizes in (("wide", {"intermediate_size": 64}), ("like", {})):
-        config = Qwen3Config.from_pretrained(folder / "base")
-        config.update(sizes)
-        Qwen3ForCausalLM(config).save_pretrained(tmp_path / name)
+        save_model(tmp_path / name, hf_config(**sizes), seed=3)
         loaded = config_of(folder, tmp_path / f"from_{name}", {"adapter_path": str(adapter)}, **alone)
         model = loaded.config.model.model_copy(
             update={key: str(tmp_path / name) for key in ("model_path", "config_path", "tokenizer_path")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tiny_runs import QUICKSTART, write_pairs
+from tiny_runs import QUICKSTART, metrics_of, write_pairs
 from xorl.ckpt.reader import source_shapes
 from xorl.config import ConfigError, config_from_mapping, load_config
 from xorl.train import build_run, train
@@ -57,7 +56,7 @@ def run(folder: Path, output: str, **options: object) -> Records:
     built.checkpoints.prepare(built.start_step)
     train(built, saves_on_signal=False)
     built.close()
-    return [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(folder / output)
 
 
 def scores_in(folder: Path) -> set[str]:

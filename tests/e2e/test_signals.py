@@ -1,6 +1,5 @@
 """A run that is told to stop in each of its phases: it ends with the documented code, and the command continues it."""
 
-import json
 import multiprocessing
 import os
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_runs import write_quickstart_run
+from tiny_runs import metrics_of, write_quickstart_run
 from xorl.host.processes import state_of
 from xorl.train import build, startup
 from xorl.train.deadline import Deadline
@@ -39,7 +38,7 @@ def signalled(owner: object, name: str, nth: int, number: int) -> Callable[[], N
 
 def told(folder: Path) -> list[tuple[object, ...]]:
     """The losses of all steps and evaluations."""
-    lines = [json.loads(line) for line in (folder / "output" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(folder / "output")
     return sorted((line["step"], "eval_loss" in line, line.get("loss"), line.get("eval_loss")) for line in lines)
 
 

@@ -8,9 +8,8 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from saved_models import save_model
 from tiny_models import hf_config
 from tiny_runs import run_values, write_counting_rows
 from xorl.ckpt.layout import latest_checkpoint
@@ -39,8 +38,7 @@ def signalled(evaluation: Evaluation, stopped_in: int) -> Evaluation:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`base`, a model of transformers, and documents in which a token is the one before plus one."""
     root = tmp_path_factory.mktemp("evaluated")
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config(tie_word_embeddings=False))).save_pretrained(root / "base")
+    save_model(root / "base", hf_config(tie_word_embeddings=False))
     write_counting_rows(root / "documents.jsonl", 40, vocab_size=60)
     return root
 

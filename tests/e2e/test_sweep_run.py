@@ -1,6 +1,5 @@
 """A sweep: each member learns what a run of its own would, is resumed to the bit, and is exported for PEFT."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,10 +7,11 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
+from saved_models import save_model
 from tiny_models import hf_config
-from tiny_runs import run_values, write_counting_rows
+from tiny_runs import metrics_of, run_values, write_counting_rows
 from xorl.config import LoadedConfig, config_from_mapping
 from xorl.train import build_run, train
 from xorl.train.export.source import open_saved
@@ -30,9 +30,7 @@ MEMBERS: dict[str, dict[str, object]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`base`, a model of transformers, and two files in which a token is the one before plus one, or two."""
     root = tmp_path_factory.mktemp("sweep")
-    torch.manual_seed(0)
-    config = hf_config(tie_word_embeddings=False)
-    Qwen3ForCausalLM(Qwen3Config.from_dict(config)).save_pretrained(root / "base")
+    save_model(root / "base", hf_config(tie_word_embeddings=False))
     for step in (1, 2):
         write_counting_rows(root / f"by_{step}.jsonl", 40, step=step, vocab_size=60)
     return root
@@ -91,10 +89,6 @@ def test_a_sweep_says_once_what_its_members_share(
     assert titles == ["Data", "Steps", "Optimizer of one, two", "Optimizer of three"]
 
 
-def lines_of(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("name", MEMBERS)
 def test_each_member_is_its_own_separate_run(folder: Path, output: Path, name: str, tmp_path: Path):
     """Catches data, seeds, schedules, clipping or decay that members share, and divisors that count others' tokens."""
@@ -105,7 +99,7 @@ def test_each_member_is_its_own_separate_run(folder: Path, output: Path, name: s
     alone = build_run(config_of(folder, tmp_path, own, data, **options).config)
     assert train(alone) == 0
     alone.observer.close()
-    wanted, got = lines_of(tmp_path), lines_of(output / "sweep" / name)
+    wanted, got = metrics_of(tmp_path), metrics_of(output / "sweep" / name)
     assert len(wanted) == len(got) == NUM_STEPS + 2
     for one, other in zip(wanted, got, strict=True):
         for key, value in other.items():
@@ -152,9 +146,8 @@ def test_a_sweep_does_not_go_on_with_another_model(folder: Path, tmp_path: Path)
     """Catches adapters that are scaled otherwise from one step to the next, or laid over a base of the same shapes."""
     quantized = {"enable_qlora": True, "lora_rank": 4, "sweep": [{"name": "one"}]}
     on = {"load_checkpoint_path": "auto"}
-    torch.manual_seed(1)
     other = folder / "other"
-    Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config(tie_word_embeddings=False))).save_pretrained(other / "base")
+    save_model(other / "base", hf_config(tie_word_embeddings=False), seed=1)
     (other / "by_1.jsonl").write_text((folder / "by_1.jsonl").read_text())
     assert run_training(config_of(folder, tmp_path, quantized, max_steps=2)) == 0
     for loaded, said in (
@@ -213,7 +206,7 @@ def test_a_member_that_diverges_leaves_the_others_alone(folder: Path, output: Pa
     config = loaded.config.model_copy(update={"lora": loaded.config.lora.model_copy(update={"sweep": members})})
     assert run_training(LoadedConfig(config, loaded.origins, None)) == 0
     assert not (tmp_path / "sweep" / "other-data" / "adapter").exists()
-    assert len(lines_of(tmp_path / "sweep" / "other-data")) < NUM_STEPS + 2
+    assert len(metrics_of(tmp_path / "sweep" / "other-data")) < NUM_STEPS + 2
     for name in ("small", "large"):
         exported = load_file(tmp_path / "sweep" / name / "adapter" / WEIGHTS)
         for key, value in load_file(output / "sweep" / name / "adapter" / WEIGHTS).items():

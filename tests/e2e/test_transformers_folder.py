@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from saved_models import save_model
 from tiny_models import hf_config
-from tiny_runs import run_values
+from tiny_runs import metrics_of, run_values
 from xorl.ckpt import CheckpointError
 from xorl.config import config_from_mapping
 from xorl.train.export.saved import export_saved
@@ -54,9 +55,7 @@ def test_folder_is_loaded_trained_and_exported(
 ) -> None:
     # Catches weights that are loaded into the wrong place, exports that other tools read as another model, and entries
     # of model.foundation that the model, or what is exported, knows nothing of.
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(model_type))).eval()
-    model.save_pretrained(tmp_path / "base")
+    model = save_model(tmp_path / "base", hf_config(model_type)).eval()
     foundation: dict[str, object] = {}
     if mode == "ddp":
         foundation = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 1e-2}
@@ -80,7 +79,7 @@ def test_folder_is_loaded_trained_and_exported(
     loaded = config_from_mapping(values)
     assert run_ranks(lambda: run_training(loaded), world_size) == [0] * world_size
 
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    records = metrics_of(output)
     evaluations = {record["step"]: record for record in records if "eval_loss" in record}
     assert set(evaluations) == {0, 12}
     with torch.no_grad():

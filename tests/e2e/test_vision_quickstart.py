@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tiny_runs import metrics_of
 from xorl.config import load_config
 from xorl.train import build_run, train
 
@@ -19,8 +20,7 @@ def whole_answers(folder: Path, *overrides: str) -> float:
     """The fraction of held-out answers that are right as a whole at the end of a run."""
     options = [f"--train.output_dir={folder}", f"--data.dataset_prepared_path={folder}-prepared", *overrides]
     train(build_run(load_config(CONFIG, [part for one in options for part in one.split("=", 1)]).config))
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record["eval_accuracy"] for record in records if "eval_accuracy" in record][-1]
+    return [record["eval_accuracy"] for record in metrics_of(folder) if "eval_accuracy" in record][-1]
 
 
 @pytest.mark.multi

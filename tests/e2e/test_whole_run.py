@@ -1,6 +1,5 @@
 """The command on two ranks with everything that observes a run switched on; and a run that is asked to stop."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_runs import write_quickstart_run
+from tiny_runs import metrics_of, write_quickstart_run
 
 
 def start(folder: Path, steps: int, *arguments: str) -> subprocess.Popen[str]:
@@ -18,10 +17,6 @@ def start(folder: Path, steps: int, *arguments: str) -> subprocess.Popen[str]:
     config = write_quickstart_run(folder, data={"val_set_size": 0.2}, **options)
     command = [sys.executable, "-m", "xorl.cli.train", str(config), *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "WANDB_API_KEY": ""})
-
-
-def records_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "output" / "metrics.jsonl").read_text().splitlines()]
 
 
 def stopped(folder: Path, number: int, *arguments: str) -> str:
@@ -37,7 +32,7 @@ def stopped(folder: Path, number: int, *arguments: str) -> str:
     process.send_signal(number)
     _, stderr = process.communicate(timeout=100)
     assert process.returncode == 128 + number, stderr
-    last = max(record["step"] for record in records_of(folder))
+    last = max(record["step"] for record in metrics_of(folder / "output"))
     assert (folder / "output" / "checkpoints" / "latest").read_text().strip() == f"global_step_{last}"
     assert last < many
     return stderr
@@ -61,7 +56,7 @@ def test_two_ranks_with_every_observer_save_when_they_are_terminated(tmp_path: P
     assert "wandb=offline" in stderr
     assert list((tmp_path / "output" / "wandb").glob("offline-run-*"))
     assert [file.name for file in (tmp_path / "trace").iterdir()] == ["rank0_step_1.json.gz"]
-    records = records_of(tmp_path)
+    records = metrics_of(tmp_path / "output")
     steps = [record["step"] for record in records if "loss" in record]
     assert steps == list(range(1, len(steps) + 1))
     assert [record["step"] for record in records if "eval_loss" in record][:3] == [0, 2, 4]

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hf_cases import make_twin
 from tiny_models import BESIDE, hf_config
-from xorl.ckpt import load_weights
 from xorl.core.models import SPECS, Decoder
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapter_parameters, inject
@@ -59,13 +59,7 @@ def model_of(model_type: str, **changes: object) -> PreTrainedModel:
 
 def decoder_of(model: PreTrainedModel) -> Decoder:
     """xorl's decoder with the same weights."""
-    architecture, _ = MODELS[model.config.model_type]
-    spec = SPECS[architecture]
-    decoder = spec.build(spec.config_from_hf({**model.config.to_dict(), "architectures": [architecture]}))
-    view = spec.checkpoint_view(decoder.config, InMemoryTensors(model.state_dict()))
-    recipes = spec.recipes(decoder.config, merge_qkv=True)
-    load_weights(dict(decoder.named_parameters()), recipes, view, mode="all_ranks")
-    return decoder
+    return make_twin(model)[0]
 
 
 def load(decoder: Decoder, folder: Path, model_type: str) -> AdapterSpec:

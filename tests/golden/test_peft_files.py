@@ -21,12 +21,11 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.core_model_loading import revert_weight_conversion
 
+from hf_cases import make_twin
 from tiny_models import ARCHITECTURES, hf_config
 from xorl.ckpt import SafetensorsSource, export_hf, load_weights
-from xorl.core.models import SPECS, Decoder, spec_for
-from xorl.core.models.recipes import WeightRecipe
+from xorl.core.models import SPECS, Decoder
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapter_parameters, adapters, inject, peft
 from xorl.lora.merge import merge_
@@ -114,19 +113,6 @@ def test_folders_pass_to_and_fro_on_a_model_of_transformers(case: str, tmp_path:
     assert (again(IDS).logits - wanted).abs().max() <= 1e-5
 
 
-def decoder_of(model: PreTrainedModel) -> tuple[Decoder, Mapping[str, WeightRecipe]]:
-    """xorl's decoder with the same weights, and its recipes."""
-    values = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    spec = spec_for(values)
-    decoder = spec.build(spec.config_from_hf(values))
-    recipes = spec.recipes(decoder.config, merge_qkv=True)
-    # In files, each expert is a matrix by itself.
-    source = revert_weight_conversion(model, model.state_dict())
-    view = spec.checkpoint_view(decoder.config, peft.InMemoryTensors(source))
-    load_weights(dict(decoder.named_parameters()), recipes, view, mode="all_ranks")
-    return decoder, recipes
-
-
 def write_ours(
     decoder: Decoder, spec: AdapterSpec, folder: Path, transposed: Collection[str], more: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
@@ -156,7 +142,7 @@ def test_adapters_pass_to_and_fro(case: str, tmp_path: Path) -> None:
     make, options = CASES[case]
     theirs = write_adapter(make(), tmp_path / "theirs", **options).eval()
     config = peft.AdapterConfig.from_json(json.loads((tmp_path / "theirs" / peft.CONFIG_FILE).read_text()))
-    decoder, recipes = decoder_of(make())
+    decoder, recipes = make_twin(make())
     with SafetensorsSource(tmp_path / "theirs", single_file=peft.WEIGHTS_FILE) as source:
         layout = peft.read_layout(config, source)
         inject(decoder, layout.spec)
@@ -201,7 +187,7 @@ OF_OTHER_CONFIGS = {"q_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_
 def test_default_adapters_of_every_family_are_the_same_in_peft_and_merged(model_type: str, tmp_path: Path) -> None:
     # Catches targets that a family does not have in its files, and adapters on parts of a matrix that its files stack.
     family = SPECS[ARCHITECTURES[model_type]]
-    decoder, recipes = decoder_of(tiny(model_type))
+    decoder, recipes = make_twin(tiny(model_type))
     spec = AdapterSpec(rank=4, alpha=6.0, targets=family.default_targets(decoder.config))
     assert set(family.adapter_targets) - set(spec.targets) <= OF_OTHER_CONFIGS
     inject(decoder, spec)

@@ -25,12 +25,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from hf_cases import make_twin
 from xorl.core.loss import cross_entropy
-from xorl.core.models import Decoder, spec_for
+from xorl.core.models import Decoder
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapter_parameters, adapters, inject, load_adapter_state_dict
 from xorl.lora.merge import magnitude
-from xorl.lora.peft import InMemoryTensors
 
 TOLERANCE = 1e-5
 LENGTHS = [23, 1, 12, 9]
@@ -122,14 +122,7 @@ def by_our_names(adapted: nn.Module, *, gradient: bool = False) -> dict[str, Ten
 def ours_of(name: str, spec: AdapterSpec, adapted: nn.Module) -> Decoder:
     """xorl's decoder with the weights that PEFT's model began with, and its adapters."""
     torch.manual_seed(0)
-    model = MODELS[name]()
-    hf_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    family = spec_for(hf_config)
-    decoder = family.build(family.config_from_hf(hf_config))
-    view = family.checkpoint_view(decoder.config, InMemoryTensors(model.state_dict()))
-    with torch.no_grad():
-        for key, recipe in family.recipes(decoder.config, merge_qkv=True).items():
-            dict(decoder.named_parameters())[key].copy_(recipe.read(view, 0, recipe.shape[0]))
+    decoder, _ = make_twin(MODELS[name]())
     inject(decoder, spec)
     values = by_our_names(adapted)
     for key, adapter in adapters(decoder).items():

@@ -1,6 +1,5 @@
 """Expert parallelism: exchanges, reading, old checkpoints, and what is refused. See test_layouts, too."""
 
-import json
 import os
 import shutil
 import sys
@@ -12,6 +11,7 @@ import torch
 import fake_deepep
 from layouts import EP, LAYOUTS, ONE_PROCESS, mesh_for, run_config, steps, write_models
 from table_of_runs import RECOMPUTE, Options
+from tiny_runs import metrics_of
 from xorl.config import load_config
 from xorl.core.nn.dispatch import AllToAll
 from xorl.train import layer_kernels
@@ -63,8 +63,7 @@ def test_a_checkpoint_from_before_experts_were_divided_resumes(
         return run_training(load_config(tmp_path / "config.yaml", [*options, "--train.load_checkpoint_path=auto"]))
 
     assert run_ranks(resume, world_size) == [0] * world_size
-    expected = [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()]
-    measured = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    expected, measured = metrics_of(saved), metrics_of(tmp_path / "out")
     assert [record["step"] for record in measured] == [3, 4]
     for before, now in zip(expected[2:], measured, strict=True):
         assert now["loss"] == pytest.approx(before["loss"], rel=1e-6)

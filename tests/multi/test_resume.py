@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tiny_models import hf_config, write_config
-from tiny_runs import QUICKSTART, Tensors, write_pairs, write_rows, write_run
+from tiny_runs import QUICKSTART, Tensors, metrics_of, write_pairs, write_rows, write_run
 from xorl.ckpt import Checkpointer, CheckpointFailure, read_manifest
 from xorl.ckpt.files import HashedFile
 from xorl.config import LoadedConfig, load_config
@@ -85,8 +85,7 @@ def loaded(folder: Path, output: Path, mode: str, accumulation: int, overrides: 
 
 def losses(output: Path) -> dict[int, tuple[float, float]]:
     """(loss, gradient norm) by step."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: (record["loss"], record["grad_norm"]) for record in records if "loss" in record}
+    return {record["step"]: (record["loss"], record["grad_norm"]) for record in metrics_of(output) if "loss" in record}
 
 
 def final_state(output: Path) -> dict[str, Tensor]:
@@ -447,8 +446,7 @@ def test_evaluation_of_fewer_bins_than_ranks(
         options = ["--data.val_set_size", "2", "--train.max_steps", "1", "--train.gradient_accumulation_steps", "4"]
         options += [part.format(folder=folder) for part in (*model, *(layout if world_size > 1 else []))]
         run_ranks(lambda output=output, options=options: error_of(folder, output, *options), world_size)
-        records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        results.append([record for record in records if record["step"] == 0])
+        results.append([record for record in metrics_of(output) if record["step"] == 0])
     [[alone], [together]] = results
     assert together == pytest.approx(alone, rel=1e-6)
     assert together["eval_num_tokens"] > 0

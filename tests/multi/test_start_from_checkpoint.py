@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiny_models import hf_config, write_config
-from tiny_runs import BARE, run_values
+from tiny_runs import BARE, metrics_of, run_values
 from xorl.ckpt import CheckpointError, read_manifest
 from xorl.ckpt.layout import latest_checkpoint
 from xorl.config import config_from_mapping
@@ -32,10 +32,6 @@ def run(folder: Path, name: str, model: dict[str, object], **train: object) -> C
     options = {**BARE, "max_steps": NUM_STEPS, **train}
     loaded = config_from_mapping(run_values(folder, folder / name, model=model, **options))
     return lambda: run_training(loaded)
-
-
-def first_step(output: Path) -> dict[str, float]:
-    return json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +65,7 @@ def test_a_run_starts_from_a_checkpoint_as_from_its_export(
     for mode, start in starts.items():
         after = run(tmp_path, mode, start, data_parallel_mode=modes[1], load_weights_mode=mode)
         assert run_ranks(after, ranks[1]) == [0] * ranks[1]
-    got, wanted, trained = (first_step(tmp_path / name) for name in ("dcp", "broadcast", "before"))
+    got, wanted, trained = (metrics_of(tmp_path / name)[0] for name in ("dcp", "broadcast", "before"))
     assert [got[key] for key in ("step", "loss", "grad_norm")] == [wanted[key] for key in ("step", "loss", "grad_norm")]
     assert got["loss"] < trained["loss"]
     newest = latest_checkpoint(tmp_path / "before" / "checkpoints")

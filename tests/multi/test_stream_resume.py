@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tiny_models import hf_config, write_config
-from tiny_runs import write_rows, write_run
+from tiny_runs import metrics_of, write_rows, write_run
 from xorl.ckpt import CheckpointError, read_manifest
 from xorl.config import load_config
 from xorl.data import DataError
@@ -50,8 +50,8 @@ def refusal(folder: Path, output: Path, steps: int) -> str:
 
 def records(output: Path) -> list[tuple[float, ...]]:
     """(step, tokens, trained tokens, loss) of every step."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["num_tokens"], line["num_trained_tokens"], line["loss"]) for line in lines]
+    names = ("step", "num_tokens", "num_trained_tokens", "loss")
+    return [tuple(record[name] for name in names) for record in metrics_of(output)]
 
 
 def test_resumed_streams_train_on_the_same_documents(folder: Path, run_ranks) -> None:

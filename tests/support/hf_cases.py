@@ -427,7 +427,7 @@ def make_decoder(
 
 
 def make_twin(
-    model: transformers.PreTrainedModel, *, backend: str, merge_qkv: bool
+    model: transformers.PreTrainedModel, *, backend: str = "sdpa", merge_qkv: bool = True
 ) -> tuple[Decoder, Mapping[str, WeightRecipe]]:
     """A decoder with the weights of a transformers model, and its recipes."""
     hf_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}

@@ -47,6 +47,11 @@ def write_counting_rows(path: Path, num_rows: int, *, step: int = 1, vocab_size:
             file.write(json.dumps({"input_ids": ids}) + "\n")
 
 
+def metrics_of(output: Path) -> list[dict[str, float]]:
+    """The records that a run has written so far."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
 def run_values(
     folder: Path,
     output: Path,
