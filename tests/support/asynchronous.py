@@ -1,4 +1,4 @@
-"""in_a_loop: tests that are coroutines."""
+"""Tests that are coroutines, and what they wait for."""
 
 import asyncio
 import functools
@@ -15,3 +15,9 @@ def in_a_loop(test: Callable[..., Coroutine[object, object, None]]) -> Callable[
         asyncio.run(asyncio.wait_for(test(*arguments, **fixtures), TIMEOUT_S))
 
     return run
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits for what other tasks of the loop bring about."""
+    while not condition():
+        await asyncio.sleep(0.01)

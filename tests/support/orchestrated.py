@@ -13,7 +13,7 @@ from xorl.server.api import ApiSettings, create_app
 from xorl.server.channel import Limits
 from xorl.server.datum import Array, Datum
 from xorl.server.messages import Accepted, Finished, Pending, Poll, Submit
-from xorl.server.operations import CreateModel, ForwardBackward, LoraSpec, OptimStep
+from xorl.server.operations import BaseSampler, CreateModel, ForwardBackward, LoraSpec, OptimStep, Sample
 from xorl.server.orchestrator import Orchestrator, OrchestratorOptions
 from xorl.server.queries import CreateSession
 
@@ -50,6 +50,11 @@ def forward_backward(*values, model=MODEL, loss="cross_entropy", forward_only=Fa
 
 def step(model=MODEL):
     return OptimStep(model, 1e-3)
+
+
+def sampling(sampler=BaseSampler(), **options):  # noqa: B008 - not changed
+    """A sample after a prompt of one token."""
+    return Sample(sampler, Array.of(np.array([1], dtype=np.int32)), **options)
 
 
 def submit(operation, seq=None, *, session=SESSION):
@@ -92,6 +97,11 @@ class Client:
         await self.create()
         await self.do(forward_backward(1), 1)
         await self.do(step(), 2)
+
+    async def weights_after(self, gradient, seq, model=MODEL):
+        """A model's weights after a step with this gradient; both have a number, the first of them `seq`."""
+        await self.do(forward_backward(gradient, model=model), seq)
+        return (await self.do(step(model), seq + 1)).metrics["weights"]
 
 
 @contextlib.asynccontextmanager

@@ -62,6 +62,13 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
     return {"lora": {"enable_lora": True, "sweep": named, **lora}}
 
 
+# Options that others are refused or ignored beside.
+LORA = "lora.enable_lora: true"
+STREAM = "data.streaming: true, train.max_steps: 3"
+RANDOM = "model.model_path: null, model.config_path: c"
+PLAIN = "train.enable_gradient_checkpointing: false"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -74,18 +81,15 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
         ("data.datasets: [{num_epochs: 2.0, weight: 1.0}]", "not both"),
         ("data.datasets: [{weight: 1.0}, {path: b}]", "set them on every entry, or on none"),
         ("data.streaming: true", "has no known length: set train.max_steps"),
-        (
-            "data.val_set_size: 5, data.streaming: true, train.max_steps: 3",
-            "has no effect unless data.streaming is false",
-        ),
+        (f"data.val_set_size: 5, {STREAM}", "has no effect unless data.streaming is false"),
         ("data.push_dataset_to_hub: a/b", "needs hf_use_auth_token: true"),
         ("data.dataset_shard_num: 3", "needs dataset_shard_idx"),
         ("data.dataset_shard_idx: 0", "needs dataset_shard_num"),
         ("data.dataset_shard_idx: 3, data.dataset_shard_num: 3", "use 0 to 2"),
         ("data.datasets: [{max_seq_len: 32001}]", "documents must fit into a bin"),
         ("data.val_set_size: 5, data.test_datasets: [{path: b}]", "a single source"),
-        ("lora.lora_dropout: 0.1, lora.enable_lora: true, train.enable_compile: true", "draw random numbers"),
-        ("lora.use_dora: true, lora.enable_lora: true, train.fp8: tensorwise", "needs their norms"),
+        (f"lora.lora_dropout: 0.1, {LORA}, train.enable_compile: true", "draw random numbers"),
+        (f"lora.use_dora: true, {LORA}, train.fp8: tensorwise", "needs their norms"),
         (
             "train.profile_start_step: 6, train.enable_profiling: true, train.profile_end_step: 8, train.max_steps: 5",
             "max_steps ends the run at 5",
@@ -97,30 +101,21 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
         ("train.fp8: rowwise, train.enable_mixed_precision: false", "enable_mixed_precision is true"),
         ("train.fp8: tensorwise, train.enable_cpu_offload: true", "casts the gathered weights"),
         ("model.moe_implementation: native, train.fp8: rowwise", "only one fp8 kernel for experts"),
-        (
-            "train.load_weights_mode: dcp, model.model_path: null, model.config_path: c",
-            "unless model.model_path is set",
-        ),
-        (
-            "train.load_weights_mode: dcp, lora.enable_lora: true, lora.save_lora_only: true",
-            "convert it with `xorl export`",
-        ),
+        (f"train.load_weights_mode: dcp, {RANDOM}", "unless model.model_path is set"),
+        (f"train.load_weights_mode: dcp, {LORA}, lora.save_lora_only: true", "convert it with `xorl export`"),
         ("train.reshard_after_forward: true, train.enable_full_shard: false", "remove one of the two"),
         ("train.router_correction_rate: 1e-3, train.freeze_router: true", "set one of the two alone"),
-        ("train.router_correction_rate: 1e-3, lora.enable_lora: true", "corrections belong to it"),
+        (f"train.router_correction_rate: 1e-3, {LORA}", "corrections belong to it"),
         ("train.data_parallel_shard_size: 2, train.data_parallel_mode: none", "none does not divide"),
         ("train.data_parallel_replicate_size: 2, train.data_parallel_mode: none", "none does not divide"),
         ("train.data_parallel_shard_size: 2, train.data_parallel_mode: ddp", "ddp does not shard"),
-        ("train.tensor_parallel_size: 2, lora.enable_lora: true, lora.use_dora: true", "with use_dora yet"),
+        (f"train.tensor_parallel_size: 2, {LORA}, lora.use_dora: true", "with use_dora yet"),
         (
             "train.tensor_parallel_size: 2, train.enable_gradient_checkpointing: true, train.recompute_policy: auto",
             "auto measures the layers on one GPU",
         ),
         ("train.lr_start: 0.0001, train.lr: 1e-5, train.lr_warmup_ratio: 0.1", "is above lr"),
-        (
-            "data.datasets: [{shards: 2, shards_idx: 0}], data.streaming: true, train.max_steps: 3",
-            "a stream is not split",
-        ),
+        (f"data.datasets: [{{shards: 2, shards_idx: 0}}], {STREAM}", "a stream is not split"),
         ("train.lr_min: 0.0001, train.lr: 1e-5, train.lr_decay_style: linear", "is above lr"),
         (
             "train.lr_decay_ratio: 0.4, train.lr_decay_style: linear, train.lr_warmup_ratio: 0.5",
@@ -128,15 +123,9 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
         ),
         ("train.enable_full_determinism: true", "allow_cuda_launch_blocking"),
         ("train.profile_end_step: 1, train.enable_profiling: true", "must be greater than profile_start_step"),
-        (
-            "model.foundation: {rope_theta: 5.0}, lora.enable_lora: true, lora.save_lora_only: true",
-            "with its own config.json",
-        ),
-        ("lora.lora_target_modules: [], lora.enable_lora: true", "the list is empty"),
-        (
-            "lora.save_lora_only: true, model.config_path: c, model.model_path: null, lora.enable_lora: true",
-            "would not be saved anywhere",
-        ),
+        (f"model.foundation: {{rope_theta: 5.0}}, {LORA}, lora.save_lora_only: true", "with its own config.json"),
+        (f"lora.lora_target_modules: [], {LORA}", "the list is empty"),
+        (f"lora.save_lora_only: true, {RANDOM}, {LORA}", "would not be saved anywhere"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: str, message: str) -> None:
@@ -151,11 +140,8 @@ def test_options_that_contradict_each_other_are_refused(options: str, message: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("train.save_epochs: 0.5, data.streaming: true, train.max_steps: 3", "use train.save_steps"),
-        (
-            "data.datasets: [{preprocess_shards: 2}], data.streaming: true, train.max_steps: 3",
-            "data.streaming is false",
-        ),
+        (f"train.save_epochs: 0.5, {STREAM}", "use train.save_steps"),
+        (f"data.datasets: [{{preprocess_shards: 2}}], {STREAM}", "data.streaming is false"),
         ("data.num_dataset_shards_to_save: 2, data.skip_prepare_dataset: true", "skip_prepare_dataset is false"),
         ("data.hf_use_auth_token: true", "is a Hub id"),
         ("model.lm_head_fp32: false, train.enable_mixed_precision: false", "enable_mixed_precision is true"),
@@ -170,14 +156,8 @@ def test_options_that_contradict_each_other_are_refused(options: str, message: s
         ("train.fsdp_collectives: nccl, train.data_parallel_mode: ddp", "data_parallel_mode is fsdp2"),
         ("train.enable_forward_prefetch: false, train.data_parallel_mode: none", "data_parallel_mode is fsdp2"),
         ("model.basic_modules: [mlp], train.data_parallel_mode: none", "data_parallel_mode is fsdp2"),
-        (
-            "train.enable_reentrant: true, train.enable_gradient_checkpointing: false",
-            "enable_gradient_checkpointing is true",
-        ),
-        (
-            "train.recompute_policy: operation, train.enable_gradient_checkpointing: false",
-            "enable_gradient_checkpointing is true",
-        ),
+        (f"train.enable_reentrant: true, {PLAIN}", "enable_gradient_checkpointing is true"),
+        (f"train.recompute_policy: operation, {PLAIN}", "enable_gradient_checkpointing is true"),
         ("train.recompute_modules: [mlp], train.recompute_policy: operation", "recompute_policy is module"),
         ("train.enable_reentrant: true, train.recompute_policy: operation", "recompute_policy is module"),
         ("train.enable_cpu_offload: true, train.data_parallel_mode: ddp", "data_parallel_mode is fsdp2"),
@@ -186,25 +166,16 @@ def test_options_that_contradict_each_other_are_refused(options: str, message: s
         ("train.activation_gpu_limit: 2.0", "enable_activation_offload is true"),
         ("train.enable_activation_offload: true, train.recompute_policy: auto", "auto chooses it"),
         ("train.recompute_num_layers: 2, train.recompute_policy: auto", "auto chooses it"),
-        (
-            "train.recompute_num_layers: 2, train.enable_gradient_checkpointing: false",
-            "enable_gradient_checkpointing is true",
-        ),
+        (f"train.recompute_num_layers: 2, {PLAIN}", "enable_gradient_checkpointing is true"),
         ("train.lr_min: 1e-6", "is linear or cosine"),
         ("train.lr_decay_ratio: 0.5", "is linear or cosine"),
         ("train.lr_start: 1e-6", "lr_warmup_ratio is above 0"),
         ("train.no_decay_modules: [norm]", "weight_decay is above 0"),
         ("train.no_decay_params: [bias]", "weight_decay is above 0"),
-        (
-            "train.load_weights_mode: all_ranks, model.model_path: null, model.config_path: c",
-            "random weights are not read",
-        ),
+        (f"train.load_weights_mode: all_ranks, {RANDOM}", "random weights are not read"),
         ("train.profile_rank0_only: false", "enable_profiling is true"),
         ("train.lr_start: 0.0001, train.lr: 1e-5", "lr_warmup_ratio is above 0"),
-        (
-            "train.recompute_modules: [mlp], train.enable_gradient_checkpointing: false",
-            "enable_gradient_checkpointing is true",
-        ),
+        (f"train.recompute_modules: [mlp], {PLAIN}", "enable_gradient_checkpointing is true"),
         ("lora.save_lora_only: true", "enable_lora is true"),
         ("lora.reset_optimizer_on_merge: true", "merge_lora_interval is above 0"),
         ("lora.use_dora: true", "enable_lora is true"),
@@ -212,17 +183,17 @@ def test_options_that_contradict_each_other_are_refused(options: str, message: s
         ("lora.moe_lora_format: peft", "enable_lora is true"),
         ("lora.adapter_path: a", "enable_lora is true"),
         ("lora.sweep: [{name: a}]", "enable_lora is true"),
-        ("lora.sweep_members_per_pass: 2, lora.enable_lora: true", "lora.sweep is"),
-        ("lora.quant_group_size: 16, lora.enable_lora: true", "enable_qlora is true"),
+        (f"lora.sweep_members_per_pass: 2, {LORA}", "lora.sweep is"),
+        (f"lora.quant_group_size: 16, {LORA}", "enable_qlora is true"),
         ("lora.aqn_alpha: 0.5", "enable_aqn is true"),
-        ("lora.save_lora_only: true, lora.enable_lora: true, lora.sweep: [{name: m0}]", "only saves adapters"),
+        (f"lora.save_lora_only: true, {LORA}, lora.sweep: [{{name: m0}}]", "only saves adapters"),
         ("data.datasets: [{chat_template: a.jinja, type: text}]", "type is chat"),
         ("data.datasets: [{overflow_limit: 0.1, overflow: error}]", "truncate"),
         ("data.select_columns: [a], data.datasets: [{type: text}]", "tokenized or auto"),
         ("train.wandb_name: a, train.use_wandb: false", "use_wandb is true"),
         ("train.lr_min: 0.0001, train.lr: 1e-5", "is linear or cosine"),
         ("data.dataloader_prefetch_factor: 4, data.dataloader_num_workers: 0", "dataloader_num_workers is above 0"),
-        ("lora.lora_rank: 8, lora.enable_lora: true, lora.adapter_path: a", "determine it"),
+        (f"lora.lora_rank: 8, {LORA}, lora.adapter_path: a", "determine it"),
     ],
 )
 def test_an_option_without_effect_is_listed_and_reset(options: str, message: str) -> None:
@@ -254,7 +225,7 @@ def test_an_option_without_effect_is_listed_and_reset(options: str, message: str
         "train.data_parallel_shard_size: 2, train.data_parallel_replicate_size: 2",
         "train.lr: 1e-8",
         "train.load_weights_mode: all_ranks",
-        "train.load_weights_mode: dcp, lora.enable_lora: true",
+        f"train.load_weights_mode: dcp, {LORA}",
         "train.lr_warmup_ratio: 0.5, train.lr_start: 1e-6",
         "train.data_parallel_mode: ddp, train.enable_full_shard: true, train.enable_forward_prefetch: true",
         "train.enable_profiling: false, train.profile_start_step: 1, train.profile_end_step: 9",

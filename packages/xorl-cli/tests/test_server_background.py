@@ -4,9 +4,10 @@ import asyncio
 import math
 import time
 
-from asynchronous import in_a_loop
+from asynchronous import in_a_loop, until
 from counting_workers import folded
 from orchestrated import MODEL, forward_backward, options, running, serving, step, workers
+from refusals import assert_refused
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.operations import Failure, SaveWeights
 from xorl.server.orchestrator import catalogue
@@ -24,11 +25,10 @@ async def test_what_the_workers_do_for_a_request_that_was_given_up_is_not_in_its
         elsewhere = options(tmp_path, worker_address=f"ipc://{tmp_path}/nobody", worker_connection_timeout_s=0.1)
         async with running(elsewhere) as client:
             failure = await client.result(given_up)
-            assert (failure.status, "did not run" in failure.message) == (503, True)
+            assert_refused(failure, 503, "did not run")
         assert counting.models[MODEL].gradient == 2
         async with running(chosen) as client:
-            await client.do(forward_backward(3), 4)
-            assert (await client.do(step(), 5)).metrics["weights"] == folded(folded(1, 1), 3)
+            assert await client.weights_after(3, 4) == folded(folded(1, 1), 3)
 
 
 @in_a_loop
@@ -43,8 +43,7 @@ async def test_a_service_whose_workers_are_gone_stops_at_once_and_goes_on_where_
             await client.begin()
             await client.create("another")
             request = await client.send(forward_backward(2), 3)
-            while not client.orchestrator.state.open[request].is_running:
-                await asyncio.sleep(0.05)
+            await until(lambda: client.orchestrator.state.open[request].is_running)
         await asyncio.wait_for(client.orchestrator.runner.save_models(), 10.0)
     async with serving(chosen) as (client, _):
         assert not isinstance(await client.result(request), Failure)
@@ -70,11 +69,7 @@ async def test_a_checkpoint_that_cannot_be_removed_keeps_no_other_one(tmp_path, 
             record.expires = 1.0 if record.checkpoint.name != "last" else None
         client.orchestrator.housekeeping._pruned = -math.inf
         second = checkpoint_folder(chosen.folder, CheckpointRef(MODEL, "weights", "second"))
-        for _ in range(60):
-            if not second.exists():
-                break
-            await asyncio.sleep(0.05)
-        assert not second.exists()
+        await until(lambda: not second.exists())
     assert "another user's" in caplog.text
 
 

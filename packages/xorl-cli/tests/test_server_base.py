@@ -47,8 +47,7 @@ async def test_a_new_run_waits_until_the_client_before_it_is_gone_and_that_one_l
         assert not isinstance(created, Failure), created
         assert list(counting.models) == [SECOND]
         # The guess was wrong: the first client calls again, waits in its turn, and is where it was.
-        await client.do(forward_backward(2), 3)
-        assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
+        assert await client.weights_after(2, 3) == folded(folded(1, 1), 2)
         assert list(counting.models) == [MODEL]
 
 
@@ -84,8 +83,7 @@ async def test_who_waits_for_the_base_holds_nobody_up_and_is_told_what_for(tmp_p
         ]
         assert status.running == []
         started = time.monotonic()
-        await client.do(forward_backward(2), 3)
-        assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
+        assert await client.weights_after(2, 3) == folded(folded(1, 1), 2)
         assert time.monotonic() - started < 2.0, "it waits for who waits"
         for request in waiting:
             failure = await client.result(request)

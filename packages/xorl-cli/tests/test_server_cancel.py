@@ -2,14 +2,11 @@
 
 import asyncio
 
-import numpy as np
-
-from asynchronous import in_a_loop
+from asynchronous import in_a_loop, until
 from counting_workers import folded
-from orchestrated import MODEL, forward_backward, options, over_http, running, step, workers
-from xorl.server.datum import Array
+from orchestrated import MODEL, forward_backward, options, over_http, running, sampling, step, workers
 from xorl.server.messages import CANCELLED, Cancel, CancelOutcome, Unknown
-from xorl.server.operations import BaseSampler, CreateModel, Failure, LoraSpec, Sample
+from xorl.server.operations import CreateModel, Failure, LoraSpec
 
 
 async def cancel(client, request_id):
@@ -56,7 +53,7 @@ async def test_simultaneous_cancellations_of_a_queued_call_get_one_answer(tmp_pa
     async with running(options(tmp_path)) as client:
         # No workers, so nothing begins.
         await client.send(CreateModel(MODEL, lora=LoraSpec(rank=8, seed=0)), session=None)
-        sample = Sample(BaseSampler(), Array.of(np.array([1], np.int32)), max_tokens=4)
+        sample = sampling(max_tokens=4)
         for queued in (
             await client.send(forward_backward(5), 1),
             await client.send(step(), 2),
@@ -75,8 +72,7 @@ async def test_a_running_call_is_not_lost_with_the_orchestrator_after_a_later_on
         async with running(chosen) as client:
             await client.create()
             first = await client.send(forward_backward(3), 1)
-            while not client.orchestrator.state.open[first].begun_by:
-                await asyncio.sleep(0.01)
+            await until(lambda: client.orchestrator.state.open[first].begun_by)
             second, third = await client.send(forward_backward(4), 2), await client.send(forward_backward(5), 3)
             assert await cancel(client, third) == "cancelled"
             assert client.orchestrator.state.registry.models[MODEL].next_seq == 1
@@ -96,10 +92,9 @@ async def test_the_answer_says_what_runs_on_and_what_is_unknown(tmp_path):
         async with running(chosen) as client, over_http(client) as http:
             await client.create()
             running_call = await client.send(forward_backward(3), 1)
-            while not client.orchestrator.state.open[running_call].begun_by:
-                await asyncio.sleep(0.01)
+            await until(lambda: client.orchestrator.state.open[running_call].begun_by)
             waiting = await client.send(forward_backward(4), 2)
-            sample = Sample(BaseSampler(), Array.of(np.array([1], np.int32)), max_tokens=4)
+            sample = sampling(max_tokens=4)
             queued = await client.send(sample, session=None)
 
             async def status_of(request_id):

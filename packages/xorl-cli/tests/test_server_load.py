@@ -13,31 +13,17 @@ import tracemalloc
 import numpy as np
 
 from counting_workers import CountingWorkers, folded
+from orchestrated import options
 from xorl.server.channel import Limits
 from xorl.server.datum import Array, Datum
 from xorl.server.messages import Accepted, Finished, Poll, Submit
 from xorl.server.operations import CreateModel, ForwardBackward, LoraSpec, OptimStep
-from xorl.server.orchestrator import Orchestrator, OrchestratorOptions
+from xorl.server.orchestrator import Orchestrator
 from xorl.server.orchestrator.journal import Retention
 
 NUM_CLIENTS = 32
 ROUNDS = 4  # of three calls and a step; before and after the orchestrator is started again
 DATA = [Datum(Array.of(np.array([1, 2, 3], dtype=np.int32)), {})]
-
-
-def options(tmp_path):
-    return OrchestratorOptions(
-        api_address=f"ipc://{tmp_path}/api",
-        worker_address=f"ipc://{tmp_path}/workers",
-        output_dir=str(tmp_path / "out"),
-        model_name="tiny",
-        model_path="tiny",
-        tokenizer="tiny",
-        arch="qwen3",
-        vocab_size=100,
-        enable_lora=True,
-        skip_initial_checkpoint=True,
-    )
 
 
 async def client(orchestrator, name, start, draw):

@@ -11,10 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from asynchronous import in_a_loop
+from asynchronous import in_a_loop, until
 from counting_workers import BAD, folded
 from engines import fake_engines
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
+from refusals import assert_refused
 from xorl.server import operations as ops
 from xorl.server.channel import ChannelKeys
 from xorl.server.datum import Array
@@ -28,8 +29,7 @@ from xorl.server.status_queries import GetStatus
 @in_a_loop
 async def test_a_loop_of_training_with_chunks_that_arrive_out_of_order(tmp_path):
     """Catches a step that overtakes a chunk, a chunk that is lost, and a retry that runs again."""
-    chosen = options(tmp_path)
-    async with serving(chosen) as (client, counting):
+    async with serving(options(tmp_path)) as (client, counting):
         await client.create()
         second = await client.send(forward_backward(3, 4), 2)
         again = await client.send(step(), 3)
@@ -41,8 +41,7 @@ async def test_a_loop_of_training_with_chunks_that_arrive_out_of_order(tmp_path)
         assert (await client.result(again)).metrics["weights"] == folded(1, 10)
         assert counting.ran.count(first) == 1
         wrong = await client.orchestrator.answer(submit(forward_backward(9), 1))
-        assert isinstance(wrong, Rejected)
-        assert wrong.status == 400
+        assert_refused(wrong, 400)
         late = await client.orchestrator.answer(Poll("nobody", 0.0))
         assert late == Unknown("nobody")
 
@@ -50,8 +49,7 @@ async def test_a_loop_of_training_with_chunks_that_arrive_out_of_order(tmp_path)
 @in_a_loop
 async def test_a_number_that_was_rejected_is_passed_over_and_one_that_never_comes_fails_what_waits(tmp_path):
     """Catches a model that hangs for ever behind a call that the API refused or the client never sent."""
-    chosen = options(tmp_path, gap_timeout_s=0.5)
-    async with serving(chosen) as (client, _):
+    async with serving(options(tmp_path, gap_timeout_s=0.5)) as (client, _):
         await client.create()
         waiting = await client.send(forward_backward(5), 2)
         await client.orchestrator.answer(Tombstone(MODEL, 1))
@@ -95,8 +93,7 @@ async def test_gaps_that_are_filled_or_whose_model_goes_while_another_is_given_u
 async def test_a_sample_that_no_context_holds_costs_its_client_nothing(tmp_path):
     """Catches a client that waits for all others since it once asked for more than there can be."""
     async with serving(options(tmp_path), max_context_length=32) as (client, _):
-        while client.orchestrator.state.workers.max_context_length is None:
-            await asyncio.sleep(0.01)
+        await until(lambda: client.orchestrator.state.workers.max_context_length is not None)
         prompt = Array.of(np.array([1], dtype=np.int32))
         for most, status in ((10**12, 400), (33, 400), (32, None)):
             answer = await client.orchestrator.answer(submit(ops.Sample(ops.BaseSampler(), prompt, max_tokens=most)))
@@ -260,8 +257,7 @@ async def test_a_call_that_kills_the_workers_again_and_again_is_given_up(tmp_pat
         request = await client.send(forward_backward(2), 2)
         for _ in range(3):
             with workers(chosen, delay_s=0.3) as counting:
-                while not any(counting.sizes[4:]):
-                    await asyncio.sleep(0.02)
+                await until(lambda: any(counting.sizes[4:]))
         with workers(chosen):
             failure = await client.result(request)
             assert isinstance(failure, ops.Failure)
@@ -279,12 +275,9 @@ async def test_a_request_that_cannot_be_prepared_for_an_unforeseen_reason_ends_a
         folder.parent.mkdir()
         folder.symlink_to(tmp_path)
         failure = await client.do(ops.SaveWeights(MODEL, "kept"), 3)
-        assert isinstance(failure, ops.Failure)
-        assert failure.status == 500
-        assert "ValueError: checkpoint weights/kept" in failure.message
+        assert_refused(failure, 500, "ValueError: checkpoint weights/kept")
         assert any("not_prepared" in record.message and record.exc_info for record in caplog.records)
-        await client.do(forward_backward(2), 4)
-        assert (await client.do(step(), 5)).metrics["weights"] == folded(folded(1, 1), 2)
+        assert await client.weights_after(2, 4) == folded(folded(1, 1), 2)
         # Its own checkpoints are looked for when it goes, where none can be.
         await client.do(ops.UnloadModel(MODEL), 6)
         await client.create("session-1:train:1")
@@ -301,7 +294,7 @@ async def test_a_sampler_that_was_forgotten_while_its_sample_waited_is_to_be_mad
         del client.orchestrator.state.registry.samplers["gone"]
         with workers(chosen):
             failure = await client.result(request)
-            assert (failure.status, "create it again" in failure.message) == (404, True)
+            assert_refused(failure, 404, "create it again")
             await client.create()
 
 
@@ -315,19 +308,15 @@ async def test_workers_that_stay_away_end_requests_with_an_error_and_lose_no_mod
             await client.do(forward_backward(1), 1)
             await asyncio.sleep(0.6)
         state = client.orchestrator.state
-        while state.workers.is_connected:
-            await asyncio.sleep(0)
+        await until(lambda: not state.workers.is_connected)
         # They were there for longer than they may be away, which is not to be away for so long.
         assert not state.workers.absent_too_long
         failure = await client.result(await client.send(forward_backward(2), 2))
-        assert isinstance(failure, ops.Failure)
-        assert failure.status == 503
+        assert_refused(failure, 503)
         refused = await client.orchestrator.answer(submit(step(), 3))
-        assert isinstance(refused, Rejected)
-        assert refused.status == 503
+        assert_refused(refused, 503)
         with workers(chosen):
-            while not client.orchestrator.state.workers.is_ready:
-                await asyncio.sleep(0.02)
+            await until(lambda: client.orchestrator.state.workers.is_ready)
             assert (await client.do(step(), 3)).metrics["weights"] == folded(1, 1)
 
 
@@ -343,8 +332,7 @@ async def test_a_model_whose_creation_fails_since_the_workers_are_gone_can_be_cr
             if begun:
                 await client.create("session-1:train:1")
                 await client.send(forward_backward(1, model="session-1:train:1"), 1)
-                while not counting.sizes[3:]:
-                    await asyncio.sleep(0.02)
+                await until(lambda: counting.sizes[3:])
                 first = await client.send(create)
         first = first if begun else await client.send(create)
         behind = await client.send(forward_backward(1), 1)
@@ -353,13 +341,11 @@ async def test_a_model_whose_creation_fails_since_the_workers_are_gone_can_be_cr
         status = await client.orchestrator.answer(GetStatus())
         assert MODEL not in status.sessions[0].models
         with workers(chosen):
-            while not client.orchestrator.state.workers.is_ready:
-                await asyncio.sleep(0.02)
+            await until(lambda: client.orchestrator.state.workers.is_ready)
             refused = await client.orchestrator.answer(submit(forward_backward(1), 2))
-            assert (refused.status, "is failed" in refused.message) == (404, True)
+            assert_refused(refused, 404, "is failed")
             assert not isinstance(await client.do(create), ops.Failure)
-            await client.do(forward_backward(2), 1)
-            assert (await client.do(step(), 2)).metrics["weights"] == folded(1, 2)
+            assert await client.weights_after(2, 1) == folded(1, 2)
 
 
 @in_a_loop
@@ -398,8 +384,7 @@ async def test_workers_that_publish_another_address_are_found_there(tmp_path):
 @in_a_loop
 async def test_one_bad_call_in_a_mixed_pass_fails_alone(tmp_path):
     """Catches a client's fault that others have to pay for."""
-    chosen = options(tmp_path)
-    async with serving(chosen, delay_s=0.1) as (client, counting):
+    async with serving(options(tmp_path), delay_s=0.1) as (client, counting):
         models = [f"session-1:train:{index}" for index in range(4)]
         for model in models:
             await client.create(model)
@@ -463,8 +448,7 @@ async def test_a_creation_that_differs_from_an_unused_model_or_follows_calls_wit
 @in_a_loop
 async def test_status_counts_what_happened(tmp_path):
     """Catches a status page that shows nothing of the failures that users see."""
-    chosen = options(tmp_path)
-    async with serving(chosen) as (client, _):
+    async with serving(options(tmp_path)) as (client, _):
         await client.create()
         await client.do(forward_backward(1, 2, 3), 1)
         await client.do(forward_backward(1, loss=BAD), 2)

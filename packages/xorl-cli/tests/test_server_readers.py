@@ -5,14 +5,13 @@ import math
 import threading
 import time
 
-import numpy as np
 import pytest
 
-from asynchronous import in_a_loop
+from asynchronous import in_a_loop, until
 from counting_workers import BROKEN, folded
-from orchestrated import MODEL, SESSION, forward_backward, options, running, serving, step, workers
+from orchestrated import MODEL, SESSION, forward_backward, options, running, sampling, serving, step, workers
+from refusals import assert_refused
 from xorl.server import operations as ops
-from xorl.server.datum import Array
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Ok
 from xorl.server.orchestrator import catalogue
@@ -29,12 +28,6 @@ def ref(name, model=MODEL):
 
 async def load(client, seq, name="kept", model=OTHER, of=MODEL):
     return await client.do(ops.LoadWeights(model, ref(name, of), optimizer=True), seq)
-
-
-async def weights_of(client, seq, model=OTHER):
-    """A model's weights, told by a step with a gradient of 5."""
-    await client.do(forward_backward(5, model=model), seq)
-    return (await client.do(step(model), seq + 1)).metrics["weights"]
 
 
 async def begun(client):
@@ -59,8 +52,8 @@ async def test_a_checkpoint_that_a_model_has_loaded_or_begun_from_can_be_deleted
             assert await client.orchestrator.answer(DeleteCheckpoint(ref("kept"))) == Ok()
         with workers(chosen):
             assert (await client.do(step(OTHER), 3)).metrics["weights"] == folded(TRAINED, 5)
-            assert await weights_of(client, 1, created) == folded(TRAINED, 5)
-            assert await weights_of(client, 4, MODEL) == folded(TRAINED, 5)
+            assert await client.weights_after(5, 1, created) == folded(TRAINED, 5)
+            assert await client.weights_after(5, 4) == folded(TRAINED, 5)
 
 
 @pytest.mark.parametrize("begins", [False, True], ids=["loads", "begins"])
@@ -80,15 +73,14 @@ async def test_a_model_keeps_its_weights_when_another_one_writes_over_what_it_wa
             await client.do(step(), 5)
             assert not isinstance(await client.do(ops.SaveWeights(MODEL, "kept", overwrite=True), 6), ops.Failure)
         with workers(chosen):
-            assert await weights_of(client, 1 if begins else 2) == folded(TRAINED, 5)
-            assert await weights_of(client, 7, MODEL) == folded(folded(TRAINED, 2), 5)
+            assert await client.weights_after(5, 1 if begins else 2, OTHER) == folded(TRAINED, 5)
+            assert await client.weights_after(5, 7) == folded(folded(TRAINED, 2), 5)
 
 
 @in_a_loop
 async def test_a_model_that_writes_over_what_it_has_loaded_itself_is_saved_elsewhere_before(tmp_path):
     """Catches a tail that loads what was written by its own end."""
-    chosen = options(tmp_path)
-    async with serving(chosen) as (client, counting):
+    async with serving(options(tmp_path)) as (client, counting):
         await begun(client)
         await client.do(ops.LoadWeights(MODEL, ref("kept"), optimizer=False), 4)
         model = client.orchestrator.state.registry.models[MODEL]
@@ -122,7 +114,7 @@ async def test_the_first_save_under_the_name_of_the_initial_checkpoint_replaces_
             assert isinstance(second, ops.Failure)
             assert "already: choose another name" in second.message
         with workers(chosen):
-            assert await weights_of(client, 5, MODEL) == folded(TRAINED, 5)
+            assert await client.weights_after(5, 5) == folded(TRAINED, 5)
 
 
 @in_a_loop
@@ -144,8 +136,8 @@ async def test_two_models_that_write_over_what_the_other_has_loaded_do_not_wait_
             results = [await client.result(request) for request in sent]
             assert not any(isinstance(result, ops.Failure) for result in results)
         with workers(chosen):
-            assert await weights_of(client, 4) == folded(TRAINED, 5)
-            assert await weights_of(client, 6, MODEL) == folded(1, 5)
+            assert await client.weights_after(5, 4, OTHER) == folded(TRAINED, 5)
+            assert await client.weights_after(5, 6) == folded(1, 5)
 
 
 @in_a_loop
@@ -162,8 +154,7 @@ async def test_a_checkpoint_that_is_being_deleted_is_loaded_by_nobody(tmp_path, 
         await client.do(ops.SaveWeights(MODEL, "later"), 4)
         await client.create(OTHER)
         deleted = asyncio.create_task(client.orchestrator.answer(DeleteCheckpoint(ref("kept"))))
-        while not client.orchestrator.state.deleting and not deleted.done():
-            await asyncio.sleep(0.01)
+        await until(lambda: client.orchestrator.state.deleting or deleted.done())
         refused = await load(client, 1)
         created = await client.do(ops.CreateModel("session-1:train:2", checkpoint=ref("kept"), with_optimizer=True))
         goes_on.set()
@@ -178,8 +169,7 @@ async def test_a_checkpoint_that_is_being_deleted_is_loaded_by_nobody(tmp_path, 
 @in_a_loop
 async def test_what_is_saved_in_place_of_a_checkpoint_whose_time_is_over_stays(tmp_path):
     """Catches a new checkpoint that is deleted for the old one of its name, which waited for a save of its model."""
-    chosen = options(tmp_path)
-    async with serving(chosen, delay_s=0.5) as (client, _):
+    async with serving(options(tmp_path), delay_s=0.5) as (client, _):
         await client.begin()
         await client.do(ops.SaveWeights(MODEL, "last", ttl_s=0.1), 3)
         await asyncio.sleep(0.2)
@@ -197,8 +187,7 @@ async def test_what_is_saved_in_place_of_a_checkpoint_whose_time_is_over_stays(t
 @in_a_loop
 async def test_a_checkpoint_whose_reader_cannot_be_saved_is_not_written_over(tmp_path, monkeypatch):
     """Catches a save that goes on over the only copy of another model."""
-    chosen = options(tmp_path)
-    async with serving(chosen) as (client, counting):
+    async with serving(options(tmp_path)) as (client, counting):
         await begun(client)
         await client.create(OTHER)
         await load(client, 1)
@@ -238,7 +227,7 @@ async def test_weights_that_ended_with_their_model_say_what_to_do(tmp_path, ende
     """Catches unnamed weights that are kept for a client that is gone, and a refusal that names no remedy."""
     chosen = options(tmp_path)
     sampler = f"{SESSION}:sample:1"
-    sample = ops.Sample(ops.SessionSampler(sampler), Array.of(np.array([1], dtype=np.int32)))
+    sample = sampling(ops.SessionSampler(sampler))
     with workers(chosen):
         async with running(chosen) as client:
             await client.create("m")
@@ -247,8 +236,7 @@ async def test_weights_that_ended_with_their_model_say_what_to_do(tmp_path, ende
             match ended_by:
                 case "silence":
                     await client.orchestrator.answer(FinishSession(SESSION, "success"))
-                    while client.orchestrator.state.registry.models["m"].state != "released":
-                        await asyncio.sleep(0.05)
+                    await until(lambda: client.orchestrator.state.registry.models["m"].state == "released")
                 case "unloading":
                     await client.do(ops.UnloadModel("m"), 2)
                 case _:
@@ -256,5 +244,4 @@ async def test_weights_that_ended_with_their_model_say_what_to_do(tmp_path, ende
             refused = await client.do(sample)
         async with running(chosen) as client:
             for failure in (refused, await client.do(sample)):
-                assert (failure.status, "no longer kept" in failure.message) == (404, True)
-                assert "Save its weights for sampling again" in failure.message
+                assert_refused(failure, 404, "no longer kept", "Save its weights for sampling again")

@@ -2,14 +2,13 @@
 
 import time
 
-import numpy as np
 import pytest
 
 from asynchronous import in_a_loop
 from counting_workers import BROKEN
-from orchestrated import MODEL, SESSION, options, running, serving, submit, workers
+from orchestrated import MODEL, SESSION, options, running, sampling, serving, submit, workers
+from refusals import assert_refused
 from xorl.server import operations as ops
-from xorl.server.datum import Array
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Rejected
 from xorl.server.orchestrator.operation_properties import EVICTION
@@ -25,7 +24,7 @@ async def save(client, sampler, seq):
 
 
 async def sample(client, sampler):
-    return await client.do(ops.Sample(ops.SessionSampler(sampler), Array.of(np.array([1], dtype=np.int32))))
+    return await client.do(sampling(ops.SessionSampler(sampler)))
 
 
 def names(chosen):
@@ -72,7 +71,7 @@ async def test_the_weights_last_used_are_kept_and_the_others_deleted(tmp_path, m
         assert not isinstance(await sample(client, FIRST), ops.Failure)
         newest = await save(client, THIRD, 3)
         gone = await sample(client, SECOND)
-        assert (gone.status, "no longer kept" in gone.message) == (404, True)
+        assert_refused(gone, 404, "no longer kept")
         for sampler in (FIRST, THIRD):
             assert not isinstance(await sample(client, sampler), ops.Failure)
         housekeeping, chosen = client.orchestrator.housekeeping, client.orchestrator.state.options

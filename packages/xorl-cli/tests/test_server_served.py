@@ -3,15 +3,14 @@
 import asyncio
 
 import msgspec
-import numpy as np
 import pytest
 
-from asynchronous import in_a_loop
-from orchestrated import MODEL, SESSION, forward_backward, options, serving, step
-from xorl.server.datum import Array
+from asynchronous import in_a_loop, until
+from orchestrated import MODEL, SESSION, forward_backward, options, sampling, serving, step
+from refusals import assert_refused
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import Rejected
-from xorl.server.operations import Failure, Sample, SaveWeights, SaveWeightsForSampler
+from xorl.server.operations import Failure, SaveWeights, SaveWeightsForSampler
 from xorl.server.queries import FindServedModel, FinishSession, ListCheckpoints, ListServedModels
 
 
@@ -27,7 +26,7 @@ def state_of(chosen, served):
 
 
 async def samples(client, served):
-    sample = Sample(served.sampler, Array.of(np.array([1], dtype=np.int32)), max_tokens=1)
+    sample = sampling(served.sampler, max_tokens=1)
     return not isinstance(await client.do(sample), Failure)
 
 
@@ -68,8 +67,7 @@ async def test_a_model_that_was_released_is_sampled_from_without_being_restored(
         await client.begin()
         trained = counting.models[MODEL]
         await client.orchestrator.answer(FinishSession(SESSION, "success"))
-        while client.orchestrator.state.registry.models[MODEL].state != "released":
-            await asyncio.sleep(0.05)
+        await until(lambda: client.orchestrator.state.registry.models[MODEL].state == "released")
         served = await found(client)
         assert state_of(chosen, served) == [trained.weights, 1]
         assert await samples(client, served)
@@ -88,8 +86,7 @@ async def test_weights_that_cannot_be_saved_are_refused_and_the_older_ones_have_
         client.orchestrator.state.options = msgspec.structs.replace(chosen, storage_limit_bytes=10)
         refused = await found(client)
         assert isinstance(refused, Rejected)
-        assert (refused.status, "trained since its weights were saved" in refused.message) == (507, True)
-        assert "StorageLimitError" in refused.message
+        assert_refused(refused, 507, "trained since its weights were saved", "StorageLimitError")
         uri = CheckpointRef(MODEL, "weights", "before").uri("xorl")
         older = await client.orchestrator.answer(FindServedModel(uri, saves=True))
         assert older.sampler.checkpoint.name == "before"

@@ -8,7 +8,7 @@ from datetime import datetime
 import numpy as np
 
 from answering_orchestrator import served
-from asynchronous import in_a_loop
+from asynchronous import in_a_loop, until
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, submit, workers
 from xorl.cli.serve import status_text
 from xorl.server import operations as ops
@@ -23,8 +23,7 @@ from xorl.server.status_queries import ErrorSeen, GetStatus, ProcessStatus
 @in_a_loop
 async def test_status_says_which_calls_run_of_whom_since_when(tmp_path):
     """Catches an operator who cannot tell whose call holds the workers, and for how long."""
-    chosen = options(tmp_path)
-    async with serving(chosen, delay_s=1.0) as (client, _):
+    async with serving(options(tmp_path), delay_s=1.0) as (client, _):
         await client.create()
         before = time.time()
         request = await client.send(forward_backward(1), 1)
@@ -59,8 +58,7 @@ async def test_status_says_what_was_restarted_and_why(tmp_path):
         assert 'xorl_process_restarts_total{process="workers"} 1.0' in metrics
         assert 'xorl_process_hung{process="workers"} 1.0' in metrics
         with workers(chosen):
-            while not client.orchestrator.state.workers.is_ready:
-                await asyncio.sleep(0.02)
+            await until(lambda: client.orchestrator.state.workers.is_ready)
         (again,) = (await client.orchestrator.answer(GetStatus())).processes
         assert (again.num_restarts, again.hung_since) == (1, None)
 

@@ -6,11 +6,12 @@ import time
 import msgspec
 import pytest
 
-from asynchronous import in_a_loop
+from asynchronous import in_a_loop, until
 from counting_workers import folded
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
+from refusals import assert_refused
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
-from xorl.server.messages import Ok, Rejected
+from xorl.server.messages import Ok
 from xorl.server.operations import (
     CreateModel,
     Failure,
@@ -48,8 +49,7 @@ def folders(chosen):
 async def prune(client):
     """What housekeeping does every 15 seconds, and the deletions that a save before it has begun."""
     housekeeping, keeping = client.orchestrator.housekeeping, client.orchestrator.state.keeping
-    while housekeeping._expiring is not None and not housekeeping._expiring.done():
-        await asyncio.sleep(0.01)
+    await until(lambda: housekeeping._expiring is None or housekeeping._expiring.done())
     async with keeping:  # a deletion that may have begun before the last save
         pass
     await housekeeping._prune(time.time())
@@ -58,23 +58,10 @@ async def prune(client):
         pass
 
 
-async def until(condition):
-    """Wait for it."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 def fill(client, limit_bytes=10):
     """Make the storage full: no checkpoint may be added."""
     state = client.orchestrator.state
     state.options = msgspec.structs.replace(state.options, storage_limit_bytes=limit_bytes)
-
-
-async def weights_of(client, seq, model=MODEL):
-    """A model's weights, told by a step with a gradient of 5."""
-    await client.do(forward_backward(5, model=model), seq)
-    return (await client.do(step(model), seq + 1)).metrics["weights"]
 
 
 @in_a_loop
@@ -130,7 +117,7 @@ async def test_a_checkpoint_that_its_model_needs_can_be_deleted_when_the_storage
             assert (await client.orchestrator.answer(ListCheckpoints(MODEL))).checkpoints == []
         # The workers have died, and the model is restored from what was deleted.
         with workers(chosen):
-            assert await weights_of(client, 3) == folded(TRAINED, 5)
+            assert await client.weights_after(5, 3) == folded(TRAINED, 5)
             fill(client, 10**9)
             await client.do(SaveWeights(MODEL, "000000"), 5)
             await until(lambda: folders(chosen) == {f"{MODEL}/000000"})
@@ -182,9 +169,9 @@ async def test_what_others_read_can_be_deleted_and_saved_anew_without_workers_an
         fill(client)
         assert await client.orchestrator.answer(DeleteCheckpoint(ref("kept"))) == Ok()
     async with serving(chosen) as (client, _):
-        assert await weights_of(client, 5, OTHER) == folded(folded(TRAINED, 2), 5)
-        assert await weights_of(client, 1, CREATED) == folded(TRAINED, 5)
-        assert await weights_of(client, 7) == folded(folded(TRAINED, 2), 5)
+        assert await client.weights_after(5, 5, OTHER) == folded(folded(TRAINED, 2), 5)
+        assert await client.weights_after(5, 1, CREATED) == folded(TRAINED, 5)
+        assert await client.weights_after(5, 7) == folded(folded(TRAINED, 2), 5)
         for model, seq in ((OTHER, 7), (CREATED, 3), (MODEL, 9)):
             await client.do(SaveWeights(model, "own"), seq)
         await prune(client)
@@ -210,7 +197,7 @@ async def test_an_orchestrator_that_dies_while_it_keeps_a_checkpoint_loses_no_mo
             assert (answer.status == 507) if fails == "the rename" else (answer == Ok())
     monkeypatch.setattr(catalogue, "rename", rename)
     async with serving(chosen) as (client, _):
-        assert await weights_of(client, 4) == folded(TRAINED, 5)
+        assert await client.weights_after(5, 4) == folded(TRAINED, 5)
         listed = (await client.orchestrator.answer(ListCheckpoints(MODEL))).checkpoints
         assert [one.checkpoint for one in listed] == ([ref("kept")] if fails == "the rename" else [])
         assert len(folders(chosen)) == 1
@@ -228,16 +215,15 @@ async def test_clients_cannot_see_or_delete_what_recovery_needs(tmp_path):
         hidden = ref("recovery-0")
         for query in (DeleteCheckpoint(hidden), SetCheckpointTtl(hidden, 1.0), GetWeightsInfo(hidden)):
             answer = await client.orchestrator.answer(query)
-            assert isinstance(answer, Rejected), query
-            assert answer.status == 404
+            assert_refused(answer, 404)
         for operation, seq in (
             (LoadWeights(MODEL, hidden, optimizer=True), 3),
             (CreateModel(OTHER, checkpoint=hidden), None),
         ):
             answer = await client.orchestrator.answer(submit(operation, seq))
-            assert (answer.status, "no checkpoint" in answer.message) == (404, True)
+            assert_refused(answer, 404, "no checkpoint")
         assert folders(chosen) == {f"{MODEL}/recovery-0"}
-        assert await weights_of(client, 4) == folded(TRAINED, 5), "waits for the call that was refused"
+        assert await client.weights_after(5, 4) == folded(TRAINED, 5), "waits for the call that was refused"
 
 
 @in_a_loop
@@ -254,7 +240,7 @@ async def test_a_finished_session_gives_back_what_only_its_recovery_needs(tmp_pa
         await until(lambda: not counting.models)
         assert folders(chosen) == {f"{MODEL}/{name}" for name in ("000000", "recovery-0", "final")}
         # A client that comes back in time goes on where it was, and its time begins again.
-        assert await weights_of(client, 6) == folded(folded(TRAINED, 2), 5)
+        assert await client.weights_after(5, 6) == folded(folded(TRAINED, 2), 5)
         registry.sessions[SESSION].last_active = time.time() - 3601
         await client.orchestrator.housekeeping.tick(time.time())
         assert registry.models[MODEL].exists
@@ -264,7 +250,7 @@ async def test_a_finished_session_gives_back_what_only_its_recovery_needs(tmp_pa
         assert folders(chosen) == {f"{MODEL}/final"}
         assert not client.orchestrator.state.journal.tail(registry.models[MODEL].lane)
         refused = await answer(submit(step(), 8))
-        assert (refused.status, "session is finished" in refused.message) == (404, True), refused
+        assert_refused(refused, 404, "session is finished")
 
 
 @in_a_loop
@@ -315,8 +301,8 @@ async def test_finished_sessions_give_back_their_storage_as_soon_as_a_save_needs
         fill(client, used + size // 2)
         assert not isinstance(await client.do(SaveWeights(live, "a"), 4), Failure)
         assert [registry.models[model].exists for model in ended] == [False, True, True], "the oldest is enough"
-        assert await weights_of(client, 3, ended[1]) == folded(TRAINED, 5)
-        assert await weights_of(client, 5, live) == folded(TRAINED, 5)
+        assert await client.weights_after(5, 3, ended[1]) == folded(TRAINED, 5)
+        assert await client.weights_after(5, 5, live) == folded(TRAINED, 5)
 
 
 @in_a_loop

@@ -1,12 +1,11 @@
 """Long passes give way to the requests of others, and are computed once, whoever dies or is cancelled meanwhile."""
 
-import asyncio
 import contextlib
 import shutil
 
 import msgspec
 
-from asynchronous import in_a_loop
+from asynchronous import in_a_loop, until
 from counting_workers import folded
 from orchestrated import MODEL, forward_backward, options, running, serving, step, submit, tokens, workers
 from xorl.server.messages import CANCELLED, Cancel, Rejected
@@ -18,11 +17,6 @@ OTHER = "session-1:train:1"
 def long(model=MODEL, num_datums=40):
     """Its sum is the number of datums."""
     return ForwardBackward(model, tokens(1) * num_datums, "cross_entropy")
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 @in_a_loop

@@ -1,13 +1,13 @@
 """What the lora section makes of a model: adapters, errors that name the option, and the work that is counted."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from local_options import local_config
+from local_options import Options, local_config
 from tiny_decoders import tiny_decoder
 from tiny_models import hf_config, write_config
 from xorl.config.local import LoraConfig, ModelConfig
@@ -134,52 +134,53 @@ def test_generation_follows_the_base_and_the_entries_of_the_run(tmp_path: Path) 
     assert generation(model_path=str(other), foundation=stops) == {}
 
 
+class Trained:
+    """The parameters of a model as its optimizer has them, on one rank."""
+
+    def __init__(self, folder: Path, mesh: Mesh, model: Options = {}, lora: Options = {}, **train: object):  # noqa: B006 - not changed
+        plain = {"data_parallel_mode": "none", "enable_mixed_precision": False, "enable_gradient_checkpointing": False}
+        config = local_config({"config_path": str(folder), **model}, lora=lora, weight_decay=0.5, **plain, **train)
+        engine = build_engine(config, read_architecture(config.model), mesh, torch.device("cpu"))
+        self.groups = engine.optimizer.param_groups
+        self.names = {parameter: name for name, parameter in engine.model.module.named_parameters()}
+
+    def names_in(self, is_meant: Callable[[dict], object] = lambda group: True) -> set[str]:
+        """The names of parameters in some of the groups."""
+        return {self.names[one] for group in self.groups if is_meant(group) for one in group["params"]}
+
+    @property
+    def free(self) -> set[str]:
+        """The parameters that weight decay leaves alone."""
+        return self.names_in(lambda group: not group["weight_decay"])
+
+
 @pytest.mark.parametrize("merge_qkv", [True, False])
 def test_weight_decay_of_adapters_goes_by_the_names_of_checkpoints(merge_qkv: bool, tmp_path: Path, mesh: Mesh) -> None:
     """Catches `v_proj` that frees the adapters of q, which is stored in the same module, or `up_proj` those of gate."""
-    folder = write_config(tmp_path, SIZES)
-    decay = {"weight_decay": 0.5, "no_decay_modules": ["v_proj", "up_proj"]}
-    plain = {"data_parallel_mode": "none", "enable_mixed_precision": False, "enable_gradient_checkpointing": False}
     targets = ["q_proj", "v_proj", "gate_proj", "up_proj"]
     lora = {"enable_lora": True, "lora_target_modules": targets, "use_dora": True}
-    config = local_config({"config_path": str(folder), "merge_qkv": merge_qkv}, lora=lora, **plain, **decay)
-    engine = build_engine(config, read_architecture(config.model), mesh, torch.device("cpu"))
-    names = {parameter: name for name, parameter in engine.model.module.named_parameters()}
-    groups = engine.optimizer.param_groups
-    free = {names[one] for group in groups if not group["weight_decay"] for one in group["params"]}
-    assert not any(group["row_decays"] for group in groups)
-    assert {name.split(".")[-2] for name in free} == {"v_proj", "up_proj"}
-    assert len(free) == 2 * 2 * 3
+    options = {"model": {"merge_qkv": merge_qkv}, "lora": lora, "no_decay_modules": ["v_proj", "up_proj"]}
+    trained = Trained(write_config(tmp_path, SIZES), mesh, **options)
+    assert not any(group["row_decays"] for group in trained.groups)
+    assert {name.split(".")[-2] for name in trained.free} == {"v_proj", "up_proj"}
+    assert len(trained.free) == 2 * 2 * 3
 
 
 def test_scalars_of_activations_are_not_decayed_and_are_no_matrices(tmp_path: Path, mesh: Mesh) -> None:
     """Catches an activation that weight decay changes, scalars that Muon orthogonalises, and constants that train."""
-    folder = write_config(tmp_path, hf_config("apertus"))
-    plain = {"data_parallel_mode": "none", "enable_mixed_precision": False, "enable_gradient_checkpointing": False}
-    config = local_config({"config_path": str(folder)}, **plain, optimizer="muon", weight_decay=0.5)
-    engine = build_engine(config, read_architecture(config.model), mesh, torch.device("cpu"))
-    names = {parameter: name for name, parameter in engine.model.module.named_parameters()}
-    groups = engine.optimizer.param_groups
-    free = {names[one] for group in groups if not group["weight_decay"] for one in group["params"]}
+    trained = Trained(write_config(tmp_path, hf_config("apertus")), mesh, optimizer="muon")
     activations = [f"model.layers.{index}.mlp.activation" for index in range(2)]
-    assert free == {f"{path}.{name}" for path in activations for name in ("alpha_p", "alpha_n")}
-    assert not any("matrices" in group for group in groups if not group["weight_decay"])
-    trained = {names[one] for group in groups for one in group["params"]}
+    assert trained.free == {f"{path}.{name}" for path in activations for name in ("alpha_p", "alpha_n")}
+    assert not any("matrices" in group for group in trained.groups if not group["weight_decay"])
     constants = {f"{path}.{name}" for path in activations for name in ("beta", "eps")}
-    assert trained | constants == set(names.values())
-    assert not trained & constants
+    assert trained.names_in() | constants == set(trained.names.values())
+    assert not trained.names_in() & constants
 
 
 def test_decays_of_recurrences_are_not_decayed_and_taps_are_no_matrices(tmp_path: Path, mesh: Mesh) -> None:
     """Catches weight decay that makes states forget at another rate, and taps that Muon orthogonalises."""
-    folder = write_config(tmp_path, hf_config("qwen3_5_text"))
-    plain = {"data_parallel_mode": "none", "enable_mixed_precision": False, "enable_gradient_checkpointing": False}
-    config = local_config({"config_path": str(folder)}, **plain, optimizer="muon", weight_decay=0.5)
-    engine = build_engine(config, read_architecture(config.model), mesh, torch.device("cpu"))
-    names = {parameter: name for name, parameter in engine.model.module.named_parameters()}
-    groups = engine.optimizer.param_groups
-    free = {names[one] for group in groups if not group["weight_decay"] for one in group["params"]}
-    assert free == {f"model.layers.0.linear_attn.decay.{name}" for name in ("A_log", "dt_bias")}
-    matrices = {names[one] for group in groups if "matrices" in group for one in group["params"]}
+    trained = Trained(write_config(tmp_path, hf_config("qwen3_5_text")), mesh, optimizer="muon")
+    assert trained.free == {f"model.layers.0.linear_attn.decay.{name}" for name in ("A_log", "dt_bias")}
+    matrices = trained.names_in(lambda group: "matrices" in group)
     projections = {name.split(".")[-2] for name in matrices if ".linear_attn." in name}
     assert projections == {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}

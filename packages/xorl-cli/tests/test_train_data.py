@@ -1,7 +1,7 @@
 """What a run trains on: its parts, the order of its bins, and the receipt of both."""
 
 import json
-import resource
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from full_disk import full_disk
 from local_options import local_config
 from xorl.core.mesh import Mesh
 from xorl.data import DataPlan
@@ -16,8 +17,9 @@ from xorl.train.data import DataIdentity, PackedDocuments, RunData, plan_steps, 
 from xorl.train.startup import plan_of
 
 
-def data_in(folder: Path, name: str = "rows.jsonl") -> dict[str, object]:
-    """The options of a file in a folder, prepared by one process beside it."""
+def data_in(folder: Path, rows: Iterable[object], name: str = "rows.jsonl") -> dict[str, object]:
+    """The options of rows in a file of a folder, prepared by one process beside it."""
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepared = {"dataset_prepared_path": str(folder / "prepared"), "dataset_num_proc": 1}
     return {"datasets": [{"path": str(folder / name)}], **prepared}
 
@@ -26,12 +28,11 @@ def data_in(folder: Path, name: str = "rows.jsonl") -> dict[str, object]:
 def test_split_that_leaves_nothing_to_train_or_to_evaluate_is_refused(val_set_size: int, tmp_path: Path) -> None:
     # Catches a mean over no tokens, hours into the run.
     rows = [{"input_ids": [1, 2], "labels": [-100, 2 if index else -100]} for index in range(100)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {**data_in(tmp_path, rows), "val_set_size": val_set_size}
     refused = 0
     for seed in range(300):  # which document is drawn is chance
-        config = local_config(data={**data_in(tmp_path), "val_set_size": val_set_size}, seed=seed)
         try:
-            prepare_data(config, vocab_size=3)
+            prepare_data(local_config(data=options, seed=seed), vocab_size=3)
         except ValueError as error:
             refused += "has a trained token" in str(error)
     assert 0 < refused < 30
@@ -39,11 +40,9 @@ def test_split_that_leaves_nothing_to_train_or_to_evaluate_is_refused(val_set_si
 
 def test_shards_of_the_training_data_leave_test_datasets_whole(tmp_path: Path) -> None:
     """Catches runs on other shards that are evaluated on other documents, a part of those that they name."""
-    for name, num in (("train", 40), ("test", 12)):
-        rows = [{"input_ids": [1, 2, index % 3]} for index in range(num)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shard = {"test_datasets": [{"path": str(tmp_path / "test.jsonl")}], "dataset_shard_num": 4, "dataset_shard_idx": 1}
-    options = {**data_in(tmp_path, "train.jsonl"), **shard}
+    rows = [{"input_ids": [1, 2, index % 3]} for index in range(40)]
+    test = data_in(tmp_path, rows[:12], "test.jsonl")["datasets"]
+    options = {**data_in(tmp_path, rows), "test_datasets": test, "dataset_shard_num": 4, "dataset_shard_idx": 1}
     data = prepare_data(local_config(data=options), vocab_size=3)
     assert isinstance(data.train, PackedDocuments)
     assert data.held_out is not None
@@ -74,8 +73,8 @@ def test_bins_that_fill_no_step_are_said(
     warned: bool,
 ) -> None:
     """Catches a third of the data left out of every epoch without a line, of a receipt that says dropped=0."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, 2, 1]}) + "\n" for _ in range(149)))
-    options = {**data_in(tmp_path), "sample_packing_sequence_len": 4, "dataloader_drop_last": drop_last}
+    rows = [{"input_ids": [1, 2, 1]}] * 149
+    options = {**data_in(tmp_path, rows), "sample_packing_sequence_len": 4, "dataloader_drop_last": drop_last}
     config = local_config(
         data=options, gradient_accumulation_steps=accumulation, max_steps=max_steps, micro_batch_size=1
     )
@@ -93,9 +92,10 @@ def test_bins_that_fill_no_step_are_said(
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_data_that_are_not_shuffled_are_trained_on_in_their_order(shuffled: bool, tmp_path: Path) -> None:
     """Catches a curriculum that the order of bins turns upside down, with every option of shuffling off."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, n, 1]}) + "\n" for n in range(60)))
+    rows = [{"input_ids": [1, n, 1]} for n in range(60)]
     shuffling = {"shuffle_merged_datasets": shuffled, "shuffle_before_merging_datasets": False}
-    options = {**data_in(tmp_path), "sample_packing_sequence_len": 6, "sample_packing_sequentially": True, **shuffling}
+    packing = {"sample_packing_sequence_len": 6, "sample_packing_sequentially": True}
+    options = {**data_in(tmp_path, rows), **packing, **shuffling}
     steps = {"gradient_accumulation_steps": 3, "num_train_epochs": 2}
     config = local_config(data=options, **steps)
     train = prepare_data(config, vocab_size=60).train
@@ -118,17 +118,11 @@ def test_data_that_are_not_shuffled_are_trained_on_in_their_order(shuffled: bool
 
 def test_a_receipt_that_cannot_be_written_is_told_with_its_file(tmp_path: Path) -> None:
     # Catches forty lines of traceback around a full disk that do not say which disk.
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [1, 2, 1]}) + "\n")
-    config = local_config(data=data_in(tmp_path))
+    config = local_config(data=data_in(tmp_path, [{"input_ids": [1, 2, 1]}]))
     data = prepare_data(config, vocab_size=3)
     plan = plan_steps(config, data.train, 1, None)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30, limits[1]))
-    try:
-        with pytest.raises(ValueError, match=r"train\.output_dir: .*receipt\.json cannot be written"):
-            write_receipt(tmp_path / "receipt.json", data, plan)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(30), pytest.raises(ValueError, match=r"train\.output_dir: .*receipt\.json cannot be written"):
+        write_receipt(tmp_path / "receipt.json", data, plan)
     assert not list(tmp_path.glob("receipt*"))
 
 
@@ -136,8 +130,7 @@ def test_a_resume_says_which_accumulation_it_takes_in_place_of_the_options(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Catches an option changed for a resume that is passed over in a line which nobody reads.
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, 2]}) + "\n" for _ in range(16)))
-    options = {**data_in(tmp_path), "sample_packing_sequence_len": 2}
+    options = {**data_in(tmp_path, [{"input_ids": [1, 2]}] * 16), "sample_packing_sequence_len": 2}
     config = local_config(data=options, micro_batch_size=1, gradient_accumulation_steps=8, max_steps=2)
     data = prepare_data(config, vocab_size=3)
     assert plan_steps(config, data.train, 2, 4).bins_per_step == 4

@@ -4,7 +4,6 @@ import gc
 import gzip
 import json
 import os
-import resource
 import shutil
 import signal
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from full_disk import full_disk
 from local_options import local_config
 from xorl.ckpt import Checkpointer, CheckpointError
 from xorl.ckpt.publish import set_aside_after
@@ -314,13 +314,9 @@ def test_metrics_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, caplog:
     # Catches hours of training lost to a full disk under a log, and half a line before those that follow.
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30, limits[1]))
-    try:
+    with full_disk(30):
         for step in (1, 2, 3):
             file.write({"step": step, "loss": 0.5})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     file.write({"step": 4, "loss": 0.5})
     file.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 4]
