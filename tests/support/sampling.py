@@ -1,7 +1,9 @@
 """A sampler over a tiny model on the CPU, for the tests of the sampler."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,14 +13,27 @@ from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 from xorl.kernels.attention import KeyValueCache, MixedLayout
+from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import wide_logits
-from xorl.server.sampler import Sampler
+from xorl.server.sampler import Sampler, sampler
 
 CPU = torch.device("cpu")
 VOCAB = 61
 HF_CONFIG = hf_config(vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.3)
 CAPPED = hf_config("gemma3_text", vocab_size=VOCAB, max_position_embeddings=256, final_logit_softcapping=0.8)
 MIXTURE = hf_config("qwen3_moe", vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.3)
+
+
+def logits_of(model: ParallelModel, tokens: Sequence[int]) -> Tensor:
+    """[T, V]: of what follows each token, computed without a cache."""
+    with torch.no_grad():
+        return model.module(torch.tensor(tokens), SequenceLayout.from_lengths([len(tokens)]))
+
+
+def decode_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, the tokens of running samples have passes of their own, as on GPUs."""
+    monkeypatch.setattr(sampler, "decode_refusal", lambda request: None)
+    monkeypatch.setattr(sampler, "DecodePass", PlainDecodePass)
 
 
 class PlainDecodePass:

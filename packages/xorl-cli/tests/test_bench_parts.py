@@ -136,6 +136,11 @@ def test_xorls_attention_in_a_peer_is_the_peers_own(shape: str, lengths: list[in
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
+def step_at(step: int, rate: float, more_tokens: int) -> dict[str, float | None]:
+    counts = {"step": step, "num_tokens": 4096 + step * more_tokens}
+    return {**counts, "tokens_per_s": rate, "mfu": None, "time_s": 4096 / rate, "comm_s": 0.25}
+
+
 def record_of(*rates: tuple[str, list[float]], more_tokens: int = 0) -> BenchRecord:
     """Rounds of systems by name and tokens/s, the first step of each being warm-up; each step has more_tokens more."""
     return BenchRecord(
@@ -155,17 +160,7 @@ def record_of(*rates: tuple[str, list[float]], more_tokens: int = 0) -> BenchRec
         measurements=[
             Measurement(
                 system,
-                [
-                    {
-                        "step": i,
-                        "num_tokens": 4096 + i * more_tokens,
-                        "tokens_per_s": r,
-                        "mfu": None,
-                        "time_s": 4096 / r,
-                        "comm_s": 0.25,
-                    }
-                    for i, r in enumerate(own)
-                ],
+                [step_at(step, rate, more_tokens) for step, rate in enumerate(own)],
                 60.0,
                 70.0 + index,
             )

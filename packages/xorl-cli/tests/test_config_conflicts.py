@@ -34,7 +34,6 @@ def options_of(text: str) -> tuple[str, Options]:
     An entry without a path gets one.
     """
     document = read_document(f"{{{text}}}", "")
-    assert document.root is not None
     flat = document.root.plain()
     (first, value), *_ = flat.items()
     if first in ("data.datasets", "data.test_datasets"):
@@ -346,7 +345,6 @@ def test_every_default_is_accepted_where_it_is_spelled_out() -> None:
             owner = sections["data"]["datasets"][0] if option.section == ENTRIES else sections.get(option.section)
             if owner is not None:
                 document = read_document(f"x: {option.default}", "")
-                assert document.root is not None
                 owner.setdefault(option.name, document.root.plain()["x"])
     loaded = config_from_mapping(sections)
     assert loaded.without_effect == ()

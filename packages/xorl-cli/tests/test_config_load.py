@@ -253,7 +253,6 @@ def test_a_misspelt_option_is_not_reported_as_missing_too(write) -> None:
 def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
     # Would catch `lr: 1e-5` read as a string, `no` as false and 1:30 as ninety.
     document = read_document(f"x: {text}", "config.yaml")
-    assert document.root is not None
     read = document.root.nearest(["x"]).value
     assert (type(read), read, document.problems) == (type(value), value, [])
 

@@ -80,13 +80,10 @@ def test_the_schema_describes_every_option() -> None:
     schema = json_schema()
     assert json.loads(json.dumps(schema)) == schema
     definitions = schema["$defs"]
-    assert isinstance(definitions, dict)
     for name in ("ModelConfig", "DataConfig", "DatasetEntryConfig", "TrainConfig", "LoraConfig"):
         section = definitions[name]
-        assert isinstance(section, dict)
         properties = section["properties"]
         assert section["additionalProperties"] is False
-        assert isinstance(properties, dict)
         assert [key for key, value in properties.items() if not (value.get("description") and value.get("title"))] == []
     assert schema["additionalProperties"] is False
 

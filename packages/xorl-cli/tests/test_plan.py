@@ -36,7 +36,6 @@ RECOMPUTED: dict[str, dict[str, object]] = {
 def estimated(folder: Path, dims: ParallelDims | None = None, row: int = ROW, **train: object) -> Estimate:
     write_config(folder, SHAPE)
     lora, datasets = train.pop("lora", {}), [{"path": "unused", "type": train.pop("rows", "auto")}]
-    assert isinstance(lora, dict)
     options = {"param_dtype": "bf16", "enable_mixed_precision": True, "data_parallel_mode": "none", **train}
     options.setdefault("enable_gradient_checkpointing", False)
     config = local_config(folder, {"sample_packing_sequence_len": row, "datasets": datasets}, lora, **options)
@@ -176,7 +175,6 @@ def plan(config_file: Path) -> Plan:
 def test_every_layout_is_one_that_a_run_accepts_with_the_same_rows(plan: Plan) -> None:
     # Catches a proposal that `xorl train` refuses, and one that trains on another batch.
     own = plan.configured
-    assert own is not None
     architecture = read_architecture(own.candidate.config.model)
     for row in plan.rows:
         config = row.candidate.config

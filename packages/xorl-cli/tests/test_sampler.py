@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sampling import CAPPED, CPU, HF_CONFIG, MIXTURE, VOCAB, PlainDecodePass, make_sampler, place
-from xorl.core.models import Decoder
+from sampling import CAPPED, CPU, HF_CONFIG, MIXTURE, VOCAB, decode_apart, logits_of, make_sampler, place
 from xorl.core.parallel import ParallelModel
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
 from xorl.lora import AdapterBank, AdapterSpec
 from xorl.server.sampler import GenerationRequest, GenerationResult
-from xorl.server.sampler import sampler as sampler_module
 from xorl.server.sampler.blocks import BlockPool, block_keys
 from xorl.server.sampler.decode import DecodePass
 from xorl.server.sampler.draw import DrawRule, draw, uniform_number
@@ -29,8 +27,7 @@ PROMPT = tuple(range(3, 43))
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is here holds whether samples that grow have passes of their own, as on a GPU, or not."""
     if request.param == "decode apart":
-        monkeypatch.setattr(sampler_module, "decode_refusal", lambda request: None)
-        monkeypatch.setattr(sampler_module, "DecodePass", PlainDecodePass)
+        decode_apart(monkeypatch)
 
 
 @pytest.fixture
@@ -45,10 +42,7 @@ with_a_cap = pytest.mark.parametrize(
 
 def logprobs_without_cache(model: ParallelModel, tokens: tuple[int, ...], temperature: float = 1.0) -> Tensor:
     """[T, V]: of what follows each token."""
-    assert isinstance(model.module, Decoder)
-    with torch.no_grad():
-        logits = model.module(torch.tensor(tokens), SequenceLayout.from_lengths([len(tokens)]))
-    return (logits / temperature).log_softmax(-1)
+    return (logits_of(model, tokens) / temperature).log_softmax(-1)
 
 
 def prompts(lengths: list[int]) -> list[tuple[int, ...]]:
@@ -143,7 +137,6 @@ def test_prompt_logprobs_are_the_trainers(model: ParallelModel) -> None:
     targets = np.array([[token, -1, (token + 1) % VOCAB] for token in PROMPT[1:]])
     request = GenerationRequest(PROMPT, 0, prompt_logprobs=True, top_prompt_logprobs=3, target_tokens=targets)
     [result] = sampler.run([request])
-    assert isinstance(model.module, Decoder)
     labels = torch.tensor([*PROMPT[1:], -100])
     with torch.no_grad():
         _, wanted = model.module(
@@ -152,13 +145,10 @@ def test_prompt_logprobs_are_the_trainers(model: ParallelModel) -> None:
             lambda hidden, weight: linear_cross_entropy(hidden, weight, labels),
         )
     assert result.samples == ()
-    assert result.prompt_logprobs is not None
     assert np.isnan(result.prompt_logprobs[0])
     np.testing.assert_allclose(result.prompt_logprobs[1:], wanted[:-1], atol=1e-4)
     everywhere = logprobs_without_cache(model, PROMPT)[:-1]
     values, token_ids = everywhere.topk(3)
-    assert result.top_prompt_logprobs is not None
-    assert result.target_logprobs is not None
     np.testing.assert_array_equal(result.top_prompt_logprobs.token_ids, token_ids)
     np.testing.assert_allclose(result.top_prompt_logprobs.logprobs, values, atol=1e-4)
     assert np.isnan(result.target_logprobs[:, 1]).all()
@@ -193,7 +183,6 @@ def test_top_sample_logprobs_are_before_truncation(model: ParallelModel) -> None
     sample = result.samples[0]
     rows = logprobs_without_cache(model, PROMPT + sample.tokens, 1.7)[len(PROMPT) - 1 : -1]
     values, token_ids = rows.topk(4)
-    assert sample.top_logprobs is not None
     np.testing.assert_array_equal(sample.top_logprobs.token_ids, token_ids)
     np.testing.assert_allclose(sample.top_logprobs.logprobs, values, atol=1e-4)
     assert all(token in ids[:2] for token, ids in zip(sample.tokens, token_ids, strict=True))
@@ -367,7 +356,6 @@ def test_a_sample_fills_the_context_or_the_cache_to_its_last_token(model: Parall
             GenerationRequest(PROMPT, limit - len(PROMPT) + 1, temperature=0),
         ]
     )
-    assert scored.prompt_logprobs is not None
     everywhere = logprobs_without_cache(model, whole)
     np.testing.assert_allclose(
         scored.prompt_logprobs[1:], everywhere[range(limit - 1), whole[1:]], atol=1e-4, err_msg="of the prompt"

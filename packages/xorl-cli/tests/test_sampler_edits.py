@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from sampling import VOCAB, make_sampler, place
+from sampling import VOCAB, logits_of, make_sampler, place
 from xorl.core.parallel import ParallelModel
-from xorl.kernels.layout import SequenceLayout
 from xorl.server.sampler import EditRules, GenerationRequest
 from xorl.server.sampler.draw import DrawRule, draw, uniform_number
 from xorl.server.sampler.edits import LogitEdits, edited_logits
@@ -62,11 +61,6 @@ def changed_by_hand(logits: torch.Tensor, rules: EditRules, prompt: list[int], s
     for token, count in Counter(sampled).items():
         changed[token] -= rules.presence + count * rules.frequency
     return changed
-
-
-def logits_of(model: ParallelModel, tokens: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return model.module(torch.tensor(tokens), SequenceLayout.from_lengths([len(tokens)]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

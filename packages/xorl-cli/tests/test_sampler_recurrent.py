@@ -6,13 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sampling import CPU, VOCAB, PlainDecodePass, make_sampler, place
+from sampling import CPU, VOCAB, decode_apart, logits_of, make_sampler, place
 from tiny_models import hf_config
-from xorl.core.models import Decoder
 from xorl.core.parallel import ParallelModel
-from xorl.kernels.layout import SequenceLayout
 from xorl.server.sampler import GenerationRequest, GenerationResult, Sampler
-from xorl.server.sampler import sampler as sampler_module
 from xorl.server.sampler.cache_size import num_slots, state_bytes
 
 FAMILIES = ("qwen3_5_text", "qwen3_next", "lfm2", "nemotron_h", "granitemoehybrid")
@@ -31,8 +28,7 @@ def process_group() -> Iterator[None]:
 def separate_decode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether tokens of running samples have passes of their own, as on GPUs."""
     if request.param:
-        monkeypatch.setattr(sampler_module, "decode_refusal", lambda _: None)
-        monkeypatch.setattr(sampler_module, "DecodePass", PlainDecodePass)
+        decode_apart(monkeypatch)
     return request.param
 
 
@@ -46,12 +42,10 @@ def requests(num_tokens: int = 9) -> list[GenerationRequest]:
 
 def assert_as_whole(model: ParallelModel, result: GenerationResult, prompt: tuple[int, ...]) -> None:
     """The log-probabilities of a result are those of a forward pass over its whole sequence."""
-    assert isinstance(model.module, Decoder)
     for sample in result.samples:
         tokens = torch.tensor([*prompt, *sample.tokens])
-        with torch.no_grad():
-            logits = model.module(tokens, SequenceLayout.from_lengths([len(tokens)])).log_softmax(-1)
-        wanted = logits[len(prompt) - 1 : -1].gather(1, tokens[len(prompt) :, None])[:, 0]
+        logprobs = logits_of(model, tokens).log_softmax(-1)
+        wanted = logprobs[len(prompt) - 1 : -1].gather(1, tokens[len(prompt) :, None])[:, 0]
         torch.testing.assert_close(torch.from_numpy(sample.logprobs), wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -98,7 +92,6 @@ def test_a_sample_that_lost_its_blocks_begins_anew() -> None:
 def test_no_more_samples_run_than_their_states_have_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # Catches a sampler whose states take the memory of the model.
     model = model_of("nemotron_h")
-    assert isinstance(model.module, Decoder)
     per_slot = state_bytes(model.module.config, torch.float32)
     assert per_slot == 2 * 4 * (8 * 4 * 8 + 3 * (32 + 2 * 4 * 8))
     monkeypatch.setattr("xorl.server.sampler.cache_size._memory", lambda _: 30 * per_slot)

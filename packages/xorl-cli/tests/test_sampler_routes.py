@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from sampling import MIXTURE, PlainDecodePass, make_sampler, place
-from xorl.core.models import Decoder
+from sampling import MIXTURE, decode_apart, make_sampler, place
 from xorl.kernels.layout import SequenceLayout
 from xorl.server.sampler import GenerationRequest, GenerationResult
-from xorl.server.sampler import sampler as sampler_module
 
 pytestmark = pytest.mark.usefixtures("place")
 PROMPT = tuple(range(3, 43))
@@ -25,12 +23,9 @@ def test_the_routes_of_a_sample_are_those_of_the_whole_sequence(
 ) -> None:
     # Catches rows of another token, of a token that was found in the cache, or that was computed twice.
     if passes == "decode apart":
-        monkeypatch.setattr(sampler_module, "decode_refusal", lambda request: None)
-        monkeypatch.setattr(sampler_module, "DecodePass", PlainDecodePass)
+        decode_apart(monkeypatch)
     model = place(MIXTURE)
-    decoder = model.module
-    assert isinstance(decoder, Decoder)
-    assert decoder.routers is not None
+    routers = model.module.routers
     asked = {"prompt_routes": True, "sample_routes": True}
     requests = [
         GenerationRequest(PROMPT, 30, num_samples=3),
@@ -43,19 +38,17 @@ def test_the_routes_of_a_sample_are_those_of_the_whole_sequence(
     assert alone[0].prompt_routes is None
     assert all(sample.routes is None for sample in alone[0].samples)
     for request, result in zip([*requests[1:], requests[-2]], [*alone[1:], joined], strict=True):
-        assert result.prompt_routes is not None
         assert len(result.samples) == (request.num_samples if request.max_tokens else 0)
         rows = [((), result.prompt_routes)]
         for sample in result.samples:
-            assert sample.routes is not None
             assert len(sample.routes) == len(sample.tokens)
             rows.append((sample.tokens, np.concatenate([result.prompt_routes, sample.routes])))
         for tokens, routes in rows:
             whole = (*request.prompt, *tokens)
             layout = SequenceLayout.from_lengths([len(whole)])
-            with model.generation(keep_gathered=False), decoder.routers.recording():
+            with model.generation(keep_gathered=False), routers.recording():
                 model.forward(torch.tensor(whole), layout)
-                expected = decoder.routers.take_routes()
+                expected = routers.take_routes()
             np.testing.assert_array_equal(routes, expected[:-1])
 
 

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from sampling import HF_CONFIG, VOCAB, make_sampler, place
-from xorl.core.models import Decoder
+from sampling import HF_CONFIG, VOCAB, logits_of, make_sampler, place
 from xorl.core.parallel import ParallelModel
-from xorl.kernels.layout import SequenceLayout
 from xorl.server.sampler import GenerationRequest
 from xorl.server.sampler.draw import draw_alternatives
 
@@ -39,10 +37,6 @@ def test_the_end_of_a_prompt_is_scored_as_in_the_whole(model: ParallelModel, las
         # What is not scored and in whole blocks of 16 is in the cache; other requests need all positions.
         num_cached = 0 if options else (len(PROMPT) - 1 - last) // 16 * 16
         assert (sum(seen), result.num_cached_tokens) == (len(PROMPT) - num_cached, num_cached)
-        assert result.prompt_logprobs is not None
-        assert result.top_prompt_logprobs is not None
-        assert wanted.prompt_logprobs is not None
-        assert wanted.top_prompt_logprobs is not None
         np.testing.assert_allclose(result.prompt_logprobs[-last:], wanted.prompt_logprobs[-last:], atol=1e-4)
         assert np.isnan(result.prompt_logprobs[:-last]).all()
         np.testing.assert_array_equal(
@@ -51,7 +45,6 @@ def test_the_end_of_a_prompt_is_scored_as_in_the_whole(model: ParallelModel, las
         assert np.isnan(result.top_prompt_logprobs.logprobs[:-last]).all()
         assert not np.isnan(result.top_prompt_logprobs.logprobs[-last:]).any()
         if "target_tokens" in options:
-            assert result.target_logprobs is not None
             np.testing.assert_allclose(result.target_logprobs[:, 0], wanted.prompt_logprobs[1:], atol=1e-4)
 
 
@@ -60,14 +53,10 @@ def test_tokens_in_place_of_the_prompts_are_drawn_from_the_model(model: Parallel
     """Catches draws of the next position, at another temperature, or that depend on the passes."""
     request = GenerationRequest(PROMPT, 0, seed=4, temperature=temperature, prompt_draws=512)
     [draws], [again] = (make_sampler(model, max_step_tokens=size).run([request]) for size in (8192, 7))
-    assert draws.prompt_draws is not None
-    assert again.prompt_draws is not None
     token_ids, found = draws.prompt_draws
     assert token_ids.shape == (len(PROMPT) - 1, 512)
     assert (again.prompt_draws.token_ids != token_ids).mean() < 0.01
-    assert isinstance(model.module, Decoder)
-    with torch.no_grad():
-        logits = model.module(torch.tensor(PROMPT), SequenceLayout.from_lengths([len(PROMPT)]))[:-1]
+    logits = logits_of(model, PROMPT)[:-1]
     logprobs = logits.log_softmax(-1)
     np.testing.assert_allclose(found, logprobs.gather(1, torch.tensor(token_ids).long()), atol=1e-4)
     if not temperature:
@@ -76,7 +65,6 @@ def test_tokens_in_place_of_the_prompts_are_drawn_from_the_model(model: Parallel
     shares = np.stack([np.bincount(row, minlength=VOCAB) for row in token_ids]).sum(0) / token_ids.size
     np.testing.assert_allclose(shares, (logits / temperature).softmax(-1).mean(0), atol=0.01)
     other = make_sampler(model).run([GenerationRequest(PROMPT, 0, seed=5, temperature=temperature, prompt_draws=8)])
-    assert other[0].prompt_draws is not None
     assert (other[0].prompt_draws.token_ids != token_ids[:, :8]).any()
 
 

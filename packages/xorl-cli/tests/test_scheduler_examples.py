@@ -35,7 +35,6 @@ def test_the_slurm_example_is_sound() -> None:
     subprocess.run(["bash", "-n", str(SLURM)], check=True)
     assert {"--requeue", "--signal=USR1@300"} <= set(re.findall(r"^#SBATCH (\S+)", text, re.MULTILINE))
     command = re.search(r"exec xorl train (.*?)'", text, re.DOTALL)
-    assert command is not None
     values = {'"$SLURM_NNODES"': "2", '"$SLURM_NODEID"': "1", '"$MASTER"': "node-0", "\\\n": ""}
     arguments = command.group(1)
     for name, value in values.items():

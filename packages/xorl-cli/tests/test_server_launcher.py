@@ -47,7 +47,6 @@ def test_a_process_that_is_killed_is_started_again() -> None:
     process = toy(SLEEP)
     process.start()
     first = process.pid
-    assert first is not None
     os.kill(first, signal.SIGKILL)
     look_until(process, lambda: process.num_restarts == 1 and process.pid is not None)
     assert process.pid != first
@@ -97,7 +96,6 @@ def test_a_child_ends_with_its_parent(seconds: float) -> None:
         "print(child.pid, flush=True)\ntime.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     time.sleep(seconds)
     parent.kill()
@@ -136,8 +134,6 @@ def test_a_public_address_needs_a_key(tmp_path: Path) -> None:
     # Would catch a service that lets everybody in, and one whose key changes with each start.
     assert launcher.with_token(loaded(tmp_path), "127.0.0.1")[0].config.api_token is None
     first, file = launcher.with_token(loaded(tmp_path), "0.0.0.0")
-    assert file is not None
-    assert first.config.api_token is not None
     token = first.config.api_token.get_secret_value()
     assert token.startswith("tml-")
     assert len(token) > 40
@@ -307,7 +303,6 @@ def test_what_workers_publish_is_read_whole_or_not_at_all(tmp_path: Path) -> Non
     # Catches an orchestrator that ends by a file which is half there, or talks to another machine without keys.
     config = loaded(tmp_path).config
     file = addresses.workers_file(config)
-    assert file is not None
     assert addresses.read_published(file) is None
     addresses.publish(config, "tcp://10.0.0.1:5556")
     assert addresses.read_published(file) == ("tcp://10.0.0.1:5556", ChannelKeys.load(file.with_name("channel.keys")))
@@ -339,6 +334,5 @@ def test_a_signal_stops_from_front_to_back() -> None:
     launcher.stop_all(processes, threading.Event())
     assert order == ["API", "orchestrator", "workers"]
     for pid in pids:
-        assert pid is not None
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -34,7 +34,6 @@ def test_the_folder_of_a_killed_process_goes_with_the_next_one_once_nobody_has_i
             command = [sys.executable, "-c", KEEPER, *arguments]
             keeper = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             stack.callback(keeper.kill)
-            assert keeper.stdout is not None
             return keeper, keeper.stdout.readline().strip()
 
         maker, folder = keep()
@@ -82,7 +81,6 @@ def test_what_killed_ranks_of_the_service_left_is_removed(tmp_path: Path, monkey
     (tmp_path / "rank.py").write_text(RANK)
     command = [sys.executable, "-m", "xorl.server.ranks", "1", str(tmp_path / "rank.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as ranks:
-        assert ranks.stdout is not None
         assert ranks.stdout.readline() == b"begun\n"
         ranks.kill()
     assert list(folder.glob("xorl*"))

@@ -12,8 +12,7 @@ import pytest
 from full_disk import full_disk
 from local_options import local_config
 from xorl.core.mesh import Mesh
-from xorl.data import DataPlan
-from xorl.train.data import DataIdentity, PackedDocuments, RunData, plan_steps, prepare_data, write_receipt
+from xorl.train.data import DataIdentity, RunData, plan_steps, prepare_data, write_receipt
 from xorl.train.startup import plan_of
 
 
@@ -44,8 +43,6 @@ def test_shards_of_the_training_data_leave_test_datasets_whole(tmp_path: Path) -
     test = data_in(tmp_path, rows[:12], "test.jsonl")["datasets"]
     options = {**data_in(tmp_path, rows), "test_datasets": test, "dataset_shard_num": 4, "dataset_shard_idx": 1}
     data = prepare_data(local_config(data=options), vocab_size=3)
-    assert isinstance(data.train, PackedDocuments)
-    assert data.held_out is not None
     assert (len(data.train.documents), len(data.held_out.documents)) == (10, 12)
     # One prepared dataset in the place of both is still refused, though a shard of it is another part.
     options |= {"skip_prepare_dataset": True, "test_datasets": options["datasets"]}
@@ -99,9 +96,7 @@ def test_data_that_are_not_shuffled_are_trained_on_in_their_order(shuffled: bool
     steps = {"gradient_accumulation_steps": 3, "num_train_epochs": 2}
     config = local_config(data=options, **steps)
     train = prepare_data(config, vocab_size=60).train
-    assert isinstance(train, PackedDocuments)
     plan = plan_steps(config, train, 1, None)
-    assert isinstance(plan, DataPlan)
     bins = [int(index) for step in range(plan.num_steps) for index in plan.bins_of_step(step)]
     spans = [train.bins.indices[slice(*train.bins.offsets[index : index + 2])] for index in bins]
     numbers = [int(train.documents.document(int(index))[0][1]) for span in spans for index in span]

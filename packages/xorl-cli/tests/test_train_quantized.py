@@ -27,33 +27,14 @@ from xorl.train.model_source import read_architecture
 from xorl.train.module.models import load_model
 
 CPU = torch.device("cpu")
-HF_CONFIG = hf_config(
-    hidden_size=128, intermediate_size=256, num_key_value_heads=4, tie_word_embeddings=False, initializer_range=0.05
-)
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "initializer_range": 0.05}
+HF_CONFIG = hf_config(**SIZES, tie_word_embeddings=False)
+# The first layer has experts, the second one does not.
+MIXED = {**SIZES, "moe_intermediate_size": 128, "mlp_only_layers": [1]}
 CONFIGS_BY_FAMILY = {
     "qwen3": HF_CONFIG,
-    # The first layer has experts, the second one does not.
-    "qwen3_moe": hf_config(
-        "qwen3_moe",
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=128,
-        num_key_value_heads=4,
-        head_dim=32,
-        mlp_only_layers=[1],
-        initializer_range=0.05,
-    ),
-    # As well, with a shared expert.
-    "qwen2_moe": hf_config(
-        "qwen2_moe",
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=128,
-        shared_expert_intermediate_size=128,
-        num_key_value_heads=4,
-        mlp_only_layers=[1],
-        initializer_range=0.05,
-    ),
+    "qwen3_moe": hf_config("qwen3_moe", **MIXED, head_dim=32),
+    "qwen2_moe": hf_config("qwen2_moe", **MIXED, shared_expert_intermediate_size=128),
 }
 # Of a model with merged projections: its quantised modules, and those in the checkpoint.
 NUM_MODULES = {"qwen3": (7, 13), "qwen3_moe": (7, 22), "qwen2_moe": (9, 25)}
@@ -94,21 +75,11 @@ def build(folder, mesh, *, merge_qkv=True, random=False, **lora):
     options = LoraConfig(**{"enable_lora": True, "enable_qlora": True, **lora})
     if options.enable_qlora and options.quant_group_size is None:
         options = options.model_copy(update={"quant_group_size": GROUP_SIZES[options.quant_format]})
-    model = ModelConfig(
-        config_path=str(folder),
-        model_path=None if random else str(folder),
-        merge_qkv=merge_qkv,
-        attn_implementation="eager",
-    )
-    train = TrainConfig(
-        output_dir="o",
-        data_parallel_mode="none",
-        load_weights_mode="all_ranks",
-        param_dtype="fp32",
-        enable_mixed_precision=False,
-        enable_compile=False,
-        reshard_after_forward=True,
-    )
+    path = None if random else str(folder)
+    model = ModelConfig(config_path=str(folder), model_path=path, merge_qkv=merge_qkv, attn_implementation="eager")
+    alone = {"data_parallel_mode": "none", "load_weights_mode": "all_ranks", "reshard_after_forward": True}
+    plain = {"param_dtype": "fp32", "enable_mixed_precision": False, "enable_compile": False}
+    train = TrainConfig(output_dir="o", **alone, **plain)
     return build_model(read_architecture(model), model, train, options, mesh, CPU).module
 
 
@@ -154,14 +125,9 @@ def test_a_quantised_checkpoint_is_read_as_it_is(quant_format, merge_qkv, family
     # modules that the checkpoint leaves unquantised.
     write_model(tmp_path / "dense", family=family)
     write_model(tmp_path / "stored", quant_format, family=family)
-    stored = build(tmp_path / "stored", mesh, merge_qkv=merge_qkv, quant_format=quant_format)
-    made = build(
-        tmp_path / "dense",
-        mesh,
-        merge_qkv=merge_qkv,
-        quant_format=quant_format,
-        exclude_modules=["model.layers.1.mlp.down_proj"],
-    )
+    options = {"merge_qkv": merge_qkv, "quant_format": quant_format}
+    stored = build(tmp_path / "stored", mesh, **options)
+    made = build(tmp_path / "dense", mesh, **options, exclude_modules=["model.layers.1.mlp.down_proj"])
     num_modules, _ = NUM_MODULES[family]
     assert len(quantized_layers(stored)) == num_modules + (0 if merge_qkv else 4)
     assert dict(stored.named_parameters()).keys() == dict(made.named_parameters()).keys()
@@ -308,14 +274,8 @@ def test_latents_in_block_fp8_are_read_exactly(tmp_path: Path, mesh) -> None:
     """Catches a last block with fewer rows than others, which takes another scale, what is not quantised, and an export
     that refuses, or leaves as codes, the layer that predicts further tokens."""
     sizes = {"q_lora_rank": 48, "kv_lora_rank": 96, "qk_nope_head_dim": 24, "qk_rope_head_dim": 40, "v_head_dim": 40}
-    shape = hf_config(
-        "deepseek_v3",
-        hidden_size=160,
-        intermediate_size=200,
-        moe_intermediate_size=136,
-        first_k_dense_replace=1,
-        **sizes,
-    )
+    sizes |= {"hidden_size": 160, "intermediate_size": 200, "moe_intermediate_size": 136, "first_k_dense_replace": 1}
+    shape = hf_config("deepseek_v3", **sizes)
     write_config(tmp_path, shape)
     shapes = source_shapes(read_architecture(ModelConfig(model_path=str(tmp_path))).recipes(merge_qkv=False))
     generator = torch.Generator().manual_seed(0)

@@ -31,6 +31,5 @@ def test_a_slow_rank_is_told_from_slow_communication_and_from_a_slow_host(
 def test_options_of_sharding_are_named_only_where_they_have_an_effect(is_sharded: bool) -> None:
     # Catches advice that the configuration refuses.
     found = diagnosis([StepWaits(2.0, 1.0, 0.5)] * 2, is_sharded=is_sharded)
-    assert found is not None
     assert "train.micro_batch_size" in found
     assert ("train.fsdp_collectives" in found) == is_sharded

@@ -53,7 +53,6 @@ def fail_in_turn(rank: int) -> int:
     if rank == 1:
         raise RuntimeError("the cause")
     environment = RankEnvironment.read()
-    assert environment is not None
     while not peer_has_failed(environment.error_file):
         time.sleep(0.001)
     raise ConnectionError("the consequence")
@@ -174,7 +173,6 @@ def main() -> int:
     mode, flag, folder = sys.argv[1:]
     assert flag == "--rank-folder"
     environment = RankEnvironment.read()
-    assert environment is not None
     return run_rank(lambda: MODES[mode](environment.rank), environment, folder=Path(folder), with_traceback=False)
 
 
