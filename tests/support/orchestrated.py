@@ -72,14 +72,21 @@ class Client:
     def __init__(self, orchestrator):
         self.orchestrator = orchestrator
 
+    async def answer(self, message):
+        return await self.orchestrator.answer(message)
+
+    async def ask(self, operation, seq=None, **extra):
+        """The answer to a request, which may be refused."""
+        return await self.answer(submit(operation, seq, **extra))
+
     async def send(self, operation, seq=None, **extra):
-        answer = await self.orchestrator.answer(submit(operation, seq, **extra))
+        answer = await self.ask(operation, seq, **extra)
         assert isinstance(answer, Accepted), answer
         return answer.request_id
 
     async def result(self, request_id, timeout_s=20.0):
         for _ in range(round(timeout_s / 0.5)):
-            answer = await self.orchestrator.answer(Poll(request_id, 0.5))
+            answer = await self.answer(Poll(request_id, 0.5))
             if isinstance(answer, Finished):
                 return answer.result
             assert isinstance(answer, Pending), answer
@@ -89,7 +96,7 @@ class Client:
         return await self.result(await self.send(operation, seq, **extra))
 
     async def create(self, model=MODEL, **lora):
-        await self.orchestrator.answer(CreateSession(SESSION))
+        await self.answer(CreateSession(SESSION))
         return await self.do(CreateModel(model, lora=LoraSpec(rank=8, seed=0, **lora)))
 
     async def begin(self):
@@ -141,3 +148,11 @@ async def serving(chosen, **extra):
     with workers(chosen, **extra) as counting:
         async with running(chosen) as client:
             yield client, counting
+
+
+@contextlib.asynccontextmanager
+async def training(chosen, **extra):
+    """(client, workers) of an orchestrator with a model that has done one step: see `Client.begin`."""
+    async with serving(chosen, **extra) as (client, counting):
+        await client.begin()
+        yield client, counting

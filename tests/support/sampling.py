@@ -27,7 +27,7 @@ MIXTURE = hf_config("qwen3_moe", vocab_size=VOCAB, max_position_embeddings=256, 
 def logits_of(model: ParallelModel, tokens: Sequence[int]) -> Tensor:
     """[T, V]: of what follows each token, computed without a cache."""
     with torch.no_grad():
-        return model.module(torch.tensor(tokens), SequenceLayout.from_lengths([len(tokens)]))
+        return model.module(torch.as_tensor(tokens), SequenceLayout.from_lengths([len(tokens)]))
 
 
 def decode_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,24 +18,18 @@ def test_local_folder_wins(tmp_path, monkeypatch):
     assert resolve_folder(tmp_path / "org") == tmp_path / "org"
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./none", "../none", "~/no-such-folder", "a/b/c", ""])
-def test_path_that_does_not_exist_is_not_asked_of_the_hub(path):
-    # Catches "repository not found" for a mistyped path.
-    with pytest.raises(CheckpointError, match="there is no folder"):
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        *((path, "there is no folder") for path in ("/no/such/folder", "./none", "../none", "~/none", "a/b/c", "")),
+        (__file__, "is a file"),
+        ("no spaces here", "neither a folder nor the id"),
+    ],
+)
+def test_what_is_no_folder_is_not_asked_of_the_hub(path, message):
+    # Catches "repository not found" for a mistyped path or one of a file, and a validation error of another library.
+    with pytest.raises(CheckpointError, match=message):
         resolve_folder(path)
-
-
-def test_file_is_not_a_folder(tmp_path):
-    # Catches a path to config.json or to the weights themselves.
-    (tmp_path / "config.json").touch()
-    with pytest.raises(CheckpointError, match="is a file"):
-        resolve_folder(tmp_path / "config.json")
-
-
-def test_id_that_is_none_is_bad_input():
-    # Catches a validation error of another library.
-    with pytest.raises(CheckpointError, match="neither a folder nor the id"):
-        resolve_folder("no spaces here")
 
 
 def test_without_a_network_the_way_out_is_said(tmp_path, monkeypatch):

@@ -15,35 +15,35 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Returns a function that runs `xorl data COMMAND configs/local/chat.yaml ...` in this process."""
+    """Returns a function that runs `xorl data COMMAND configs/local/chat.yaml ...`, and returns its two outputs."""
     monkeypatch.chdir(ROOT)
     folders = ["--train.output_dir", str(tmp_path / "out"), "--data.dataset_prepared_path", str(tmp_path / "prepared")]
 
-    def run(command: str, *arguments: str) -> tuple[int, str, str]:
+    def run(command: str, *arguments: str, code: int = 0) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["xorl", "data", command, "configs/local/chat.yaml", *folders, *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        return int(ended.value.code or 0), *capsys.readouterr()
+        out, err = capsys.readouterr()
+        assert int(ended.value.code or 0) == code, err
+        return out, err
 
     return run
 
 
 def test_prepare_fills_the_cache_and_says_what_became_of_every_sample(data, tmp_path: Path) -> None:
     # Would catch a preparation that trains, needs a GPU, or is not found by what comes after it.
-    code, out, _ = data("prepare")
-    assert code == 0
+    out, _ = data("prepare")
     assert "train dataset=configs/quickstart/chat.jsonl samples=600 kept=600" in out
     held_out = next(line for line in out.splitlines() if line.startswith("held_out bins="))
     assert " documents=45 tokens=" in held_out  # of 900, of which the lines of the datasets tell
     assert len(list((tmp_path / "prepared").glob("*/manifest.json"))) == 2
-    assert "cached=true" in data("prepare")[1]
+    assert "cached=true" in data("prepare")[0]
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
 def test_inspect_shows_what_is_trained_with_and_without_colour(data) -> None:
     # Would catch colours on a pipe, and masks that are shown other than they are.
-    code, plain, _ = data("inspect", "--num", "40")
-    assert code == 0
+    plain, _ = data("inspect", "--num", "40")
     assert "\033" not in plain
     row = json.loads((ROOT / "configs/quickstart/chat.jsonl").read_text().splitlines()[0])
     assert "[[ " in plain
@@ -51,7 +51,7 @@ def test_inspect_shows_what_is_trained_with_and_without_colour(data) -> None:
     assert "user: " in plain
     assert "[[user" not in plain
     assert row["messages"][0]["role"] == "user"
-    colored = data("inspect", "--num", "40", "--color", "always")[1]
+    colored, _ = data("inspect", "--num", "40", "--color", "always")
     for code_of_color in ("\033[32m", "\033[90m", "\033[1m", "\033[36m"):
         colored = colored.replace(code_of_color, "")
     assert colored.replace("\033[0m", "") == plain.replace("[[", "").replace("]]", "")
@@ -59,8 +59,7 @@ def test_inspect_shows_what_is_trained_with_and_without_colour(data) -> None:
 
 def test_stats_writes_a_page_beside_what_it_prints(data, tmp_path: Path) -> None:
     # Would catch statistics of one dataset shown for another, and a page that is promised and not there.
-    code, out, _ = data("stats", "--held-out")
-    assert code == 0
+    out, _ = data("stats", "--held-out")
     assert "dataset  configs/quickstart/heldout.jsonl" in out
     assert "300 in, 300 kept" in out
     assert (tmp_path / "out" / "data_stats.html").read_text().startswith("<!doctype html>")
@@ -69,15 +68,12 @@ def test_stats_writes_a_page_beside_what_it_prints(data, tmp_path: Path) -> None
 def test_what_stops_a_run_can_be_looked_at(data, tmp_path: Path) -> None:
     # Would catch an error that says to look at the data with a command that ends with the same error.
     short = ("--data.sample_packing_sequence_len", "16")
-    code, _, err = data("prepare", *short)
-    assert code == BAD_INPUT
-    assert "would be cut" in err
+    assert "would be cut" in data("prepare", *short, code=BAD_INPUT)[1]
     for command in ("inspect", "stats"):
-        code, out, err = data(command, *short)
-        assert code == 0, err
+        out, err = data(command, *short)
         assert "this would stop a run: data.datasets[0]: 600 of the 600 samples" in err
         assert "16 of 16 tokens" in out or "dataset  configs/quickstart/chat.jsonl" in out
-    assert data("prepare", *short)[0] == BAD_INPUT
+    data("prepare", *short, code=BAD_INPUT)
 
 
 def test_only_preparing_uploads_and_looking_does_not(data, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +93,7 @@ def test_only_preparing_uploads_and_looking_does_not(data, monkeypatch: pytest.M
     monkeypatch.setattr(push_module, "HfApi", Hub)
     push = ("--data.push_dataset_to_hub", "org/name", "--data.hf_use_auth_token", "true")
     for command, expected in (("inspect", []), ("stats", []), ("prepare", ["org/name"])):
-        code, _, err = data(command, *push)
-        assert code == 0, err
+        data(command, *push)
         assert uploaded == expected, command
 
 
@@ -106,10 +101,8 @@ def test_control_characters_of_text_are_shown_and_not_sent(data, tmp_path: Path)
     # Would catch text that clears the screen, or paints itself as trained.
     text = tmp_path / "rows.txt"
     text.write_text("red \033[31m and more words to train on\n")
-    code, out, err = data(
-        "inspect", "--data.val_set_size", "null", "--data.datasets", f"[{{path: {text}, type: text}}]"
-    )
-    assert code == 0, err
+    options = ("--data.val_set_size", "null", "--data.datasets", f"[{{path: {text}, type: text}}]")
+    out, _ = data("inspect", *options)
     assert "\\x1b[31m" in out
     assert "\033" not in out
 
@@ -119,17 +112,15 @@ STREAMED = ("--data.streaming", "true", "--data.val_set_size", "null", "--train.
 
 def test_a_stream_is_looked_at_without_preparing(data, tmp_path: Path) -> None:
     # Would catch a stream that is read whole, or shown in another order than it is trained on.
-    code, out, err = data("inspect", *STREAMED, "--bin", "1", "--num", "2")
-    assert code == 0, err
+    out, _ = data("inspect", *STREAMED, "--bin", "1", "--num", "2")
     assert out.startswith("bin 1 of the stream: ")
     assert "---- document 1: " in out
     assert "[[" in out
-    code, out, err = data("stats", *STREAMED, "--documents", "20")
-    assert code == 0, err
+    out, _ = data("stats", *STREAMED, "--documents", "20")
     assert "documents, of more (--documents)" in out
     assert "dataset  configs/quickstart/heldout.jsonl" in out
     assert "the first" in (tmp_path / "out" / "data_stats.html").read_text()
-    assert "documents, all of them" in data("stats", *STREAMED)[1]
+    assert "documents, all of them" in data("stats", *STREAMED)[0]
     assert not list((tmp_path / "prepared").glob("*/manifest.json"))
 
 
@@ -149,7 +140,6 @@ def test_a_stream_is_looked_at_without_preparing(data, tmp_path: Path) -> None:
 )
 def test_bad_input_ends_with_its_code_and_a_line(data, arguments: list[str], message: str) -> None:
     # Would catch a traceback where a line says what to change.
-    code, _, err = data(*arguments)
-    assert code == BAD_INPUT
+    _, err = data(*arguments, code=BAD_INPUT)
     assert message in err
     assert "Traceback" not in err

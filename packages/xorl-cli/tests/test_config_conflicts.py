@@ -124,6 +124,11 @@ PLAIN = "train.enable_gradient_checkpointing: false"
         ("train.profile_end_step: 1, train.enable_profiling: true", "must be greater than profile_start_step"),
         (f"model.foundation: {{rope_theta: 5.0}}, {LORA}, lora.save_lora_only: true", "with its own config.json"),
         (f"lora.lora_target_modules: [], {LORA}", "the list is empty"),
+        (f"lora.lora_target_modules: all, {LORA}", "did you mean all-linear"),
+        (f"lora.lora_target_modules: .*q_proj, {LORA}", "[q_proj, v_proj]; regular expressions are not supported"),
+        (f"lora.lora_target_modules: 'q_proj,v_proj', {LORA}", "write [q_proj, v_proj]"),
+        (f"lora.moe_shared_lora: true, lora.moe_hybrid_shared_lora: true, {LORA}", "set one to false"),
+        (f"lora.moe_lora_format: sglang, lora.moe_shared_lora: true, {LORA}", "whose outer factors are shared"),
         (f"lora.save_lora_only: true, {RANDOM}, {LORA}", "would not be saved anywhere"),
     ],
 )

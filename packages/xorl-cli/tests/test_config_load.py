@@ -257,12 +257,6 @@ def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
     assert (type(read), read, document.problems) == (type(value), value, [])
 
 
-def test_an_integer_is_accepted_where_a_number_is_wanted(write) -> None:
-    # Would catch `lr: 1` refused, or left an integer.
-    loaded = load(write, "lr: 1", "weight_decay: 0")
-    assert isinstance(loaded.config.train.lr, float)
-
-
 def test_an_empty_section_has_its_defaults(write) -> None:
     # Would catch a section whose options are all commented out and which is then refused as null.
     assert load_config(write(SOUND + "lora:\n")).config.lora.lora_rank == 16
@@ -327,9 +321,10 @@ def test_a_variable_that_cannot_be_substituted_is_cited(write, monkeypatch: pyte
     ],
 )
 def test_overrides_are_yaml(write, arguments: list[str], section: str, name: str, value: object) -> None:
-    # Would catch an override read as text, or one whose value is taken for the next argument.
+    # Would catch an override read as text, an integer where a number is wanted, or a value taken for the next argument.
     loaded = load(write, overrides=tuple(arguments))
-    assert getattr(getattr(loaded.config, section), name) == value
+    found = getattr(getattr(loaded.config, section), name)
+    assert (type(found), found) == (type(value), value)
     assert loaded.origins[f"{section}.{name}"] == f"--{section}.{name}"
 
 

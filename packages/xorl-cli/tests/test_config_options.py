@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from xorl.cli import exit_codes
-from xorl.config import Config, ServerConfig, load_config
+from xorl.config import Config, ServerConfig, load_config, load_server_config
 from xorl.config.options import all_options, yaml_text
 from xorl.config.show import documentation, json_schema, show
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 EXAMPLES = Path(__file__).resolve().parents[3] / "configs"
+SERVER_EXAMPLES = sorted(EXAMPLES.glob("server/*.yaml"))
 LOCAL_EXAMPLES = sorted([*EXAMPLES.glob("local/*.yaml"), *EXAMPLES.glob("quickstart.yaml")])
 
 
@@ -75,17 +76,19 @@ def test_documentation_of_a_misspelt_option_suggests_one(query: str, meant: str)
         documentation(query)
 
 
-def test_the_schema_describes_every_option() -> None:
+@pytest.mark.parametrize("root", [Config, ServerConfig])
+def test_the_schema_describes_every_option(root) -> None:
     # Would catch an editor that completes options without their meaning, or lets a misspelt one pass.
-    schema = json_schema()
+    schema = json_schema(root)
     assert json.loads(json.dumps(schema)) == schema
-    definitions = schema["$defs"]
-    for name in ("ModelConfig", "DataConfig", "DatasetEntryConfig", "TrainConfig", "LoraConfig"):
-        section = definitions[name]
-        properties = section["properties"]
-        assert section["additionalProperties"] is False
-        assert [key for key, value in properties.items() if not (value.get("description") and value.get("title"))] == []
-    assert schema["additionalProperties"] is False
+    sections = [definition for definition in schema["$defs"].values() if "properties" in definition]
+    sections += [schema] if root is ServerConfig else []
+    for section in sections:
+        described = [value.get("description") and value.get("title") for value in section["properties"].values()]
+        assert all(described), section
+    assert [section for section in (schema, *sections) if section["additionalProperties"] is not False] == []
+    names = {"ModelConfig", "DataConfig", "DatasetEntryConfig", "TrainConfig", "LoraConfig"}
+    assert root is ServerConfig or names <= schema["$defs"].keys()
 
 
 @pytest.mark.parametrize(
@@ -140,13 +143,13 @@ def test_yaml_text_quotes_what_would_be_read_otherwise(value: object, text: str)
 
 def test_there_are_examples() -> None:
     # Would catch a test below that looks into the wrong folder.
-    assert len(LOCAL_EXAMPLES) >= 3
+    assert min(len(LOCAL_EXAMPLES), len(SERVER_EXAMPLES)) >= 3
 
 
-@pytest.mark.parametrize("path", LOCAL_EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*LOCAL_EXAMPLES, *SERVER_EXAMPLES], ids=lambda path: path.name)
 def test_the_examples_are_sound(path: Path) -> None:
     # Would catch an example that no longer runs, and one that does not say what it is.
-    load_config(path)
+    (load_server_config if path in SERVER_EXAMPLES else load_config)(path)
     assert path.read_text(encoding="utf-8").startswith("# ")
 
 

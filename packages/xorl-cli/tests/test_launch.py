@@ -95,6 +95,16 @@ def started(mode: str, flags: LaunchFlags = TWO_RANKS) -> tuple[int, float]:
     return launch(plan, [TINY_RANK, mode]), time.monotonic() - start
 
 
+def launching(flags: dict[str, object], mode: str, set_up: str = "") -> list[str]:
+    """The command of a process that launches tiny ranks."""
+    code = (
+        f"import sys; from xorl.cli import signals; from xorl.cli.launch import *; {set_up}"
+        f"plan = plan_launch(LaunchFlags(**{flags}), num_gpus=0, is_single_process=False); "
+        f"sys.exit(launch(plan, [{TINY_RANK!r}, {mode!r}]))"
+    )
+    return [sys.executable, "-c", code]
+
+
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -174,27 +184,10 @@ def signalled(mode: str, number: signal.Signals, times: int = 1) -> int:
     return code
 
 
-@pytest.mark.multi
-def test_a_signal_while_ranks_wait_for_each_other_ends_them_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    # Would catch a rank that waits for one that a signal ended, until it is killed and told as lacking memory.
-    assert signalled("wait_for_an_interrupted_peer", signal.SIGTERM) == 143
-    assert "SIGKILL" not in capfd.readouterr().err
-
-
-@pytest.mark.multi
-def test_a_signal_ends_ranks_that_hear_nothing() -> None:
-    # Catches ranks that wait in torch for another host, and outlive everyone's patience.
-    assert signalled("hear_nothing", signal.SIGTERM) == 143
-
-
 def test_a_signal_ends_a_launcher_that_waits_for_another_host() -> None:
     # Catches a launcher that torch keeps in native code, where Python runs no handlers.
     flags = {"nproc_per_node": 1, "nnodes": 2, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": free_port()}
-    code = (
-        "import sys; from xorl.cli import signals; from xorl.cli.launch import *; signals.CLEAN_UP_S = 0.2; "
-        f"plan = plan_launch(LaunchFlags(**{flags}), num_gpus=0, is_single_process=False); sys.exit(launch(plan, []))"
-    )
-    with subprocess.Popen([sys.executable, "-c", code]) as launcher:
+    with subprocess.Popen(launching(flags, "sleep", "signals.CLEAN_UP_S = 0.2; ")) as launcher:
         while not is_listening(flags["master_port"]):
             assert launcher.poll() is None
             time.sleep(0.05)
@@ -289,15 +282,29 @@ def test_a_rank_ends_with_its_launcher(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
-def test_a_signal_ends_the_ranks(capfd: pytest.CaptureFixture[str], number: signal.Signals, code: int) -> None:
-    # Would catch a job that outlives its launcher, and an interruption told as a failure.
+@pytest.mark.parametrize(
+    ("mode", "number", "times", "code"),
+    [
+        ("sleep", signal.SIGTERM, 1, 143),
+        ("sleep", signal.SIGINT, 1, 130),
+        ("sleep", signal.SIGUSR1, 1, 138),
+        ("wait_for_an_interrupted_peer", signal.SIGTERM, 1, 143),
+        ("hear_nothing", signal.SIGTERM, 1, 143),  # as ranks that wait in torch for another host
+        ("save_when_told", signal.SIGINT, 2, 130),
+    ],
+)
+def test_a_signal_ends_the_ranks(
+    capfd: pytest.CaptureFixture[str], mode: str, number: signal.Signals, times: int, code: int
+) -> None:
+    # Would catch a job that outlives its launcher, an interruption told as a failure, a second Ctrl-C that does
+    # nothing, and a rank that waits for one that a signal ended, until it is killed and told as lacking memory.
     before = signal.getsignal(number)
-    assert signalled("sleep", number) == code
+    assert signalled(mode, number, times) == code
     assert signal.getsignal(number) is before
     told = capfd.readouterr().err
     assert "Traceback" not in told
-    assert f"interrupted by {number.name}" in told
+    assert "SIGKILL" not in told
+    assert times == 2 or f"interrupted by {number.name}" in told
 
 
 @pytest.mark.multi
@@ -328,21 +335,10 @@ def test_a_signal_lets_every_rank_save() -> None:
 
 
 @pytest.mark.multi
-def test_a_second_signal_ends_ranks_that_save() -> None:
-    # Would catch a user's second Ctrl-C that does nothing.
-    assert signalled("save_when_told", signal.SIGINT, times=2) == 130
-
-
-@pytest.mark.multi
 def test_two_launchers_make_one_job() -> None:
     # Would catch flags of several nodes that are accepted and lost on the way to torch.
     flags = {"nproc_per_node": 1, "nnodes": 2, "master_addr": "127.0.0.1", "master_port": free_port()}
-    code = (
-        f"import sys; from xorl.cli.launch import *; flags = LaunchFlags(**{flags}, node_rank=1); "
-        "plan = plan_launch(flags, num_gpus=0, is_single_process=False); "
-        f"sys.exit(launch(plan, [{TINY_RANK!r}, 'tell_place']))"
-    )
-    node_1 = subprocess.Popen([sys.executable, "-c", code])
+    node_1 = subprocess.Popen(launching({**flags, "node_rank": 1}, "tell_place"))
     assert started("tell_place", LaunchFlags(**flags, node_rank=0))[0] == 0
     assert node_1.wait(60) == 0
     assert [Path(f"rank_{rank}").read_text() for rank in (0, 1)] == ["0 of 2"] * 2
@@ -360,11 +356,8 @@ def test_a_port_that_is_taken_is_told_at_once(capfd: pytest.CaptureFixture[str])
 def test_hosts_with_different_flags_refuse_each_other() -> None:
     # Catches hosts whose ranks would have the same numbers, or wait for ranks that nobody starts.
     flags = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": free_port()}
-    code = (
-        f"from xorl.cli.launch import *; flags = LaunchFlags(**{flags}, nproc_per_node=2, node_rank=1); "
-        f"launch(plan_launch(flags, num_gpus=0, is_single_process=False), [{TINY_RANK!r}, 'tell_place'])"
-    )
-    node_1 = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    command = launching({**flags, "nproc_per_node": 2, "node_rank": 1}, "tell_place")
+    node_1 = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     with pytest.raises(ValueError, match=r"--nproc-per-node: 1 on node 0 .*, but 2 on node 1 .*; all hosts need"):
         started("tell_place", LaunchFlags(**flags, nproc_per_node=1, node_rank=0))
     assert "--nproc-per-node: 2 on node 1" in node_1.communicate(timeout=60)[1]

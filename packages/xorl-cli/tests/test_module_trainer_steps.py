@@ -178,12 +178,14 @@ def test_what_cannot_be_trained_is_refused(model: nn.Module, options: dict, told
         ({"transformer_layer_cls": nn.Linear}, "must be given together"),
         ({"min_num_params": 10}, "'size'"),
         ({"shard_size": 2}, "HYBRID_SHARD"),
+        ({"auto_wrap_policy": "transformer", "transformer_layer_cls": nn.Conv1d}, "no such layer"),
+        ({"auto_wrap_policy": "transformer", "transformer_layer_cls": nn.Embedding}, "shares a parameter"),
     ],
 )
-def test_options_of_sharding_that_contradict_each_other(options: dict, told: str) -> None:
-    # Catches options that are accepted and ignored.
+def test_options_of_sharding_that_cannot_be_are_refused(options: dict, told: str) -> None:
+    # Catches options that are accepted and ignored, and a misspelt layer after which all is gathered at once.
     with pytest.raises(ValueError, match=told):
-        sharding(**options)
+        sharding(**options).units(Nested())
 
 
 def sharding(**options) -> Sharding:
@@ -220,13 +222,6 @@ def test_parts_that_are_gathered_together(options: dict, units: list[str]) -> No
     model = Nested()
     names = {module: name for name, module in model.named_modules()}
     assert [names[unit] for unit in sharding(**options).units(model)] == units
-
-
-@pytest.mark.parametrize(("layer", "told"), [(nn.Conv1d, "no such layer"), (nn.Embedding, "shares a parameter")])
-def test_layers_that_cannot_be_parts(layer: type[nn.Module], told: str) -> None:
-    # Catches a misspelt layer after which the whole model is gathered at once.
-    with pytest.raises(ValueError, match=told):
-        sharding(auto_wrap_policy="transformer", transformer_layer_cls=layer).units(Nested())
 
 
 class Counting(torch.optim.Optimizer):

@@ -13,7 +13,7 @@ from xorl.core.parallel import ParallelModel
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
 from xorl.lora import AdapterBank, AdapterSpec
-from xorl.server.sampler import GenerationRequest, GenerationResult
+from xorl.server.sampler import EditRules, GenerationRequest, GenerationResult
 from xorl.server.sampler.blocks import BlockPool, block_keys
 from xorl.server.sampler.decode import DecodePass
 from xorl.server.sampler.draw import DrawRule, draw, uniform_number
@@ -333,6 +333,8 @@ def test_a_step_that_fails_leaves_no_trace(model: ParallelModel) -> None:
         ({"prompt": (VOCAB,)}, "token 61 is outside the vocabulary of 61"),
         ({"top_sample_logprobs": 99}, "99 most likely tokens"),
         ({"adapter": "a"}, "there is no 'a'; there are none"),
+        ({"edits": EditRules(bias={VOCAB: 1.0})}, "logit_bias: token 61"),
+        ({"sample_routes": True}, "routed_experts: the model has no experts"),
     ],
     ids=str,
 )

@@ -162,8 +162,3 @@ def test_edits_leave_the_given_logits_alone_and_words_of_masks_have_the_lowest_b
 def test_rules_that_make_no_sense_are_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         EditRules(**changes)
-
-
-def test_a_bias_of_a_token_outside_of_the_vocabulary_is_refused(model: ParallelModel) -> None:
-    with pytest.raises(ValueError, match="logit_bias: token 61"):
-        make_sampler(model).check(GenerationRequest(PROMPT, 1, edits=EditRules(bias={VOCAB: 1.0})))

@@ -50,9 +50,3 @@ def test_the_routes_of_a_sample_are_those_of_the_whole_sequence(
                 model.forward(torch.tensor(whole), layout)
                 expected = routers.take_routes()
             np.testing.assert_array_equal(routes, expected[:-1])
-
-
-def test_routes_of_a_dense_model_are_refused() -> None:
-    # Catches a record without layers.
-    with pytest.raises(ValueError, match="routed_experts: the model has no experts"):
-        make_sampler(place()).submit(GenerationRequest(PROMPT, 1, sample_routes=True))

@@ -6,7 +6,7 @@ import time
 
 from asynchronous import in_a_loop, until
 from counting_workers import folded
-from orchestrated import MODEL, forward_backward, options, running, serving, step, workers
+from orchestrated import MODEL, forward_backward, options, running, serving, step, training, workers
 from refusals import assert_refused
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.operations import Failure, SaveWeights
@@ -14,9 +14,8 @@ from xorl.server.orchestrator import catalogue
 
 
 @in_a_loop
-async def test_what_the_workers_do_for_a_request_that_was_given_up_is_not_in_its_model(tmp_path):
+async def test_what_the_workers_do_for_a_request_that_was_given_up_is_not_in_its_model(chosen, tmp_path):
     """Catches a gradient of a call of which the client was told that it did not run."""
-    chosen = options(tmp_path)
     with workers(chosen, delay_s=0.5) as counting:
         async with running(chosen) as client:
             await client.begin()
@@ -24,20 +23,18 @@ async def test_what_the_workers_do_for_a_request_that_was_given_up_is_not_in_its
             await asyncio.sleep(0.3)
         elsewhere = options(tmp_path, worker_address=f"ipc://{tmp_path}/nobody", worker_connection_timeout_s=0.1)
         async with running(elsewhere) as client:
-            failure = await client.result(given_up)
-            assert_refused(failure, 503, "did not run")
+            assert_refused(await client.result(given_up), 503, "did not run")
         assert counting.models[MODEL].gradient == 2
         async with running(chosen) as client:
             assert await client.weights_after(3, 4) == folded(folded(1, 1), 3)
 
 
 @in_a_loop
-async def test_a_service_whose_workers_are_gone_stops_at_once_and_goes_on_where_it_was(tmp_path):
+async def test_a_service_whose_workers_are_gone_stops_at_once_and_goes_on_where_it_was(chosen):
     """Catches a service that waits for workers once for each model when it stops, and fails what the next one can run.
 
     Nobody starts workers again while the service stops.
     """
-    chosen = options(tmp_path)
     async with running(chosen) as client:
         with workers(chosen, delay_s=1.0):
             await client.begin()
@@ -61,8 +58,7 @@ async def test_a_checkpoint_that_cannot_be_removed_keeps_no_other_one(tmp_path, 
         return delete(folder, checkpoint)
 
     monkeypatch.setattr(catalogue, "delete", refused)
-    async with serving(chosen) as (client, _):
-        await client.begin()
+    async with training(chosen) as (client, _):
         for seq, name in ((3, "first"), (4, "second"), (5, "last")):
             assert not isinstance(await client.do(SaveWeights(MODEL, name, ttl_s=None), seq), Failure)
         for record in client.orchestrator.state.registry.checkpoints.values():

@@ -7,7 +7,7 @@ import pytest
 
 from asynchronous import in_a_loop
 from counting_workers import folded
-from orchestrated import MODEL, SESSION, forward_backward, options, running, serving, step, workers
+from orchestrated import MODEL, SESSION, forward_backward, options, running, serving, step, training, workers
 from xorl.server.messages import Poll
 from xorl.server.operations import CreateModel, Failure
 from xorl.server.orchestrator import base_use
@@ -28,21 +28,20 @@ def quick(monkeypatch):
 async def ask_for_base(client, model=SECOND):
     """The request of a new client that wants to train."""
     session = model.partition(":")[0]
-    await client.orchestrator.answer(CreateSession(session))
+    await client.answer(CreateSession(session))
     return await client.send(CreateModel(model), session=session)
 
 
 async def keep_alive(client, session=SESSION):
     while True:
-        await client.orchestrator.answer(Heartbeat(session))
+        await client.answer(Heartbeat(session))
         await asyncio.sleep(0.2)
 
 
 @in_a_loop
 async def test_a_new_run_waits_until_the_client_before_it_is_gone_and_that_one_loses_nothing(tmp_path, quick):
     """Catches every second run of a researcher, whose scripts never close a session: it failed for two minutes."""
-    async with serving(options(tmp_path, enable_lora=False)) as (client, counting):
-        await client.begin()
+    async with training(options(tmp_path, enable_lora=False)) as (client, counting):
         created = await client.result(await ask_for_base(client))
         assert not isinstance(created, Failure), created
         assert list(counting.models) == [SECOND]
@@ -67,16 +66,15 @@ async def test_two_who_wait_for_the_base_get_it_one_after_the_other(tmp_path, qu
 @in_a_loop
 async def test_who_waits_for_the_base_holds_nobody_up_and_is_told_what_for(tmp_path, quick):
     """Catches a waiting request that takes the workers' turns, and a client that waits for ever without a reason."""
-    async with serving(options(tmp_path, enable_lora=False)) as (client, counting):
-        await client.begin()
+    async with training(options(tmp_path, enable_lora=False)) as (client, counting):
         alive = asyncio.create_task(keep_alive(client))
         waiting = [await ask_for_base(client, model) for model in (SECOND, THIRD)]
         await asyncio.sleep(0.5)
         for request in waiting:
-            pending = await client.orchestrator.answer(Poll(request, 0.0))
+            pending = await client.answer(Poll(request, 0.0))
             assert (pending.queue_state, pending.position) == ("paused_capacity", None)
             assert pending.reason.startswith(f"model {MODEL} uses the base")
-        status = await client.orchestrator.answer(GetStatus())
+        status = await client.answer(GetStatus())
         assert [(call.operation, call.model_id) for call in status.waiting] == [
             ("CreateModel", SECOND),
             ("CreateModel", THIRD),
@@ -108,7 +106,7 @@ async def test_a_wait_for_the_base_survives_the_orchestrator_which_counts_no_sil
         await asyncio.sleep(1.5)
         async with running(chosen) as client:
             alive = asyncio.create_task(keep_alive(client))
-            while not (await client.orchestrator.answer(GetStatus())).waiting:
+            while not (await client.answer(GetStatus())).waiting:
                 await asyncio.sleep(0.05)
             assert list(counting.models) == [MODEL]
             alive.cancel()
@@ -120,7 +118,7 @@ async def test_a_wait_for_the_base_survives_the_orchestrator_which_counts_no_sil
 async def test_full_weights_go_to_who_asks_as_soon_as_their_client_has_ended_its_session(tmp_path):
     """Catches runs one after the other of which all but the first are refused: before the clock has come, and after."""
     async with serving(options(tmp_path, enable_lora=False)) as (client, counting):
-        answer = client.orchestrator.answer
+        answer = client.answer
         await client.begin()
         for session, following in ((SESSION, "session-2"), ("session-2", "session-3")):
             await answer(FinishSession(session, "success"))

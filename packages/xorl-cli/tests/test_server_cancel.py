@@ -10,16 +10,15 @@ from xorl.server.operations import CreateModel, Failure, LoraSpec
 
 
 async def cancel(client, request_id):
-    answer = await client.orchestrator.answer(Cancel(request_id))
+    answer = await client.answer(Cancel(request_id))
     assert isinstance(answer, CancelOutcome), answer
     return answer.status
 
 
 @in_a_loop
-async def test_what_has_not_begun_is_cancelled_and_skipped_and_what_follows_runs(tmp_path):
+async def test_what_has_not_begun_is_cancelled_and_skipped_and_what_follows_runs(chosen):
     """Catches a cancelled call that is computed all the same, a model that waits for its number, also after a restart
     of the orchestrator, and a retry of the number that runs it."""
-    chosen = options(tmp_path)
     async with running(chosen) as client:
         # No workers yet, so nothing begins.
         creation = await client.send(CreateModel(MODEL, lora=LoraSpec(rank=8, seed=0)), session=None)
@@ -28,7 +27,7 @@ async def test_what_has_not_begun_is_cancelled_and_skipped_and_what_follows_runs
         assert await cancel(client, second) == "cancelled"
         assert await client.result(second) == CANCELLED
         assert await cancel(client, second) == "cancelled"
-        assert await client.orchestrator.answer(Cancel("nobody")) == Unknown("nobody")
+        assert await client.answer(Cancel("nobody")) == Unknown("nobody")
         assert await client.send(forward_backward(7), 2) == second, "a retry finds the cancelled request"
         # The head of the queue is cancelled as well, as soon as its model's creation is out of the way.
         unnumbered = await client.send(forward_backward(100))
@@ -65,9 +64,8 @@ async def test_simultaneous_cancellations_of_a_queued_call_get_one_answer(tmp_pa
 
 
 @in_a_loop
-async def test_a_running_call_is_not_lost_with_the_orchestrator_after_a_later_one_was_cancelled(tmp_path):
+async def test_a_running_call_is_not_lost_with_the_orchestrator_after_a_later_one_was_cancelled(chosen):
     """Catches a record of the next number that passes over one that still runs: after a crash it would not be run."""
-    chosen = options(tmp_path)
     with workers(chosen, delay_s=1.0) as counting:
         async with running(chosen) as client:
             await client.create()
@@ -85,9 +83,8 @@ async def test_a_running_call_is_not_lost_with_the_orchestrator_after_a_later_on
 
 
 @in_a_loop
-async def test_the_answer_says_what_runs_on_and_what_is_unknown(tmp_path):
+async def test_the_answer_says_what_runs_on_and_what_is_unknown(chosen):
     """Catches an API that says yes to everything: a call that cannot be stopped, and an id that there is not."""
-    chosen = options(tmp_path)
     with workers(chosen, delay_s=1.0, token_s=0.1) as counting:
         async with running(chosen) as client, over_http(client) as http:
             await client.create()
@@ -114,9 +111,8 @@ async def test_the_answer_says_what_runs_on_and_what_is_unknown(tmp_path):
 
 
 @in_a_loop
-async def test_a_cancelled_creation_leaves_no_model(tmp_path):
+async def test_a_cancelled_creation_leaves_no_model(chosen):
     """Catches a model that waits for ever for a creation that was taken back."""
-    chosen = options(tmp_path)
     async with running(chosen) as client:
         creation = await client.send(CreateModel(MODEL, lora=LoraSpec(rank=8, seed=0)), session=None)
         behind = await client.send(forward_backward(1), 1)

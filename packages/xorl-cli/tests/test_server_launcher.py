@@ -16,7 +16,7 @@ import pytest
 from pydantic import Secret
 
 from xorl.cli import exit_codes
-from xorl.config import LoadedServerConfig, server_config_from_mapping
+from xorl.config import LoadedServerConfig, ServerConfig, server_config_from_mapping
 from xorl.server import addresses, launcher
 from xorl.server.channel import ChannelKeys
 from xorl.server.launcher import check_model
@@ -28,6 +28,11 @@ SLEEP = "import time; time.sleep(60)"
 
 def loaded(tmp_path: Path, **options: Any) -> LoadedServerConfig:
     return server_config_from_mapping({"model_path": "m", "output_dir": str(tmp_path / "out")} | options)
+
+
+def plan_of(config: ServerConfig, folder: Path, num_gpus: int = 0, **changes: Any) -> launcher.Plan:
+    options = {"mode": "auto", "api_host": "127.0.0.1", "api_port": 5555, **changes}
+    return launcher.make_plan(config, folder / "config.yaml", num_gpus, **options)
 
 
 def toy(code: str, **options: Any) -> Supervised:
@@ -76,13 +81,8 @@ def test_ranks_end_with_the_first_that_failed(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(2)\ntime.sleep(60)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-m", "xorl.server.ranks", "2", str(tmp_path / "rank.py")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-m", "xorl.server.ranks", "2", str(tmp_path / "rank.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2, ended.stderr
 
 
@@ -182,8 +182,7 @@ def test_the_processes_of_a_killed_launcher_are_waited_for(tmp_path: Path) -> No
 def test_the_plan_is_what_is_started(tmp_path: Path) -> None:
     # Would catch processes that are started with another configuration than the one that was checked.
     config = loaded(tmp_path, data_parallel_shard_size=2, worker_max_retries=1).config
-    file = tmp_path / "config.yaml"
-    plan = launcher.make_plan(config, file, 0, mode="auto", api_host="127.0.0.1", api_port=5555)
+    plan = plan_of(config, tmp_path)
     workers, orchestrator, api = plan.processes()
     assert ("2" in workers.command, workers.max_early_exits) == (True, 4)
     assert plan.workers_address == plan.workers_bind == f"ipc://{tmp_path}/workers"
@@ -197,8 +196,7 @@ def test_the_plan_is_what_is_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("size", "is_said"), [(2, True), (4, False), (-1, False)])
 def test_gpus_that_stay_idle_are_told_of(tmp_path: Path, caplog, size: int, is_said: bool) -> None:
     # Would catch a service that takes one of eight GPUs, and says nothing.
-    config = loaded(tmp_path, data_parallel_shard_size=size).config
-    launcher.make_plan(config, tmp_path / "a", 4, mode="auto", api_host="127.0.0.1", api_port=5555)
+    plan_of(loaded(tmp_path, data_parallel_shard_size=size).config, tmp_path, 4)
     assert ("event=gpus_idle workers=2 gpus=4" in caplog.text) == is_said
 
 
@@ -214,14 +212,7 @@ def test_what_cannot_be_started_here_is_named(
 ) -> None:
     # Would catch workers that fail for a GPU each, minutes later.
     with pytest.raises(ValueError, match=wanted):
-        launcher.make_plan(
-            loaded(tmp_path, **options).config,
-            tmp_path / "a",
-            num_gpus,
-            mode="auto",
-            api_host="127.0.0.1",
-            api_port=5555,
-        )
+        plan_of(loaded(tmp_path, **options).config, tmp_path, num_gpus)
 
 
 @pytest.mark.parametrize(
@@ -288,10 +279,8 @@ def test_workers_are_found_by_what_they_publish(tmp_path: Path) -> None:
     assert addresses.connect_address(config, 0.1) == (f"tcp://{socket.gethostname()}:5556", True)
     addresses.publish(config, "ipc:///tmp/x")
     assert addresses.connect_address(config, 0.1) == ("ipc:///tmp/x", False)
-    assert addresses.connect_address(loaded(tmp_path, engine_connect_host="node0").config, 0.1) == (
-        "tcp://node0:5556",
-        True,
-    )
+    named = loaded(tmp_path, engine_connect_host="node0").config
+    assert addresses.connect_address(named, 0.1) == ("tcp://node0:5556", True)
     # Bound at all interfaces, it wants keys of whoever comes by the loopback one, too.
     for host, reached in (("10.0.0.1", "10.0.0.1"), ("0.0.0.0", "127.0.0.1")):
         named = loaded(tmp_path, worker_bind_address=f"tcp://{host}:7000").config
@@ -311,9 +300,7 @@ def test_what_workers_publish_is_read_whole_or_not_at_all(tmp_path: Path) -> Non
     for text in ("", "{", "{}", "7", '{"address": "tcp://10.0.0.1:5556", "has_keys": false}'):
         file.write_text(text)
         assert addresses.read_published(file) is None
-    plan = launcher.make_plan(
-        loaded(tmp_path, engine_connect_host="node0").config, tmp_path / "a", 0, mode="connect", api_host="", api_port=1
-    )
+    plan = plan_of(loaded(tmp_path, engine_connect_host="node0").config, tmp_path, mode="connect")
     # The option says where they are, whoever publishes what.
     assert plan.workers_file is None
 

@@ -13,7 +13,6 @@ import tracemalloc
 import numpy as np
 
 from counting_workers import CountingWorkers, folded
-from orchestrated import options
 from xorl.server.channel import Limits
 from xorl.server.datum import Array, Datum
 from xorl.server.messages import Accepted, Finished, Poll, Submit
@@ -73,9 +72,8 @@ async def phase(chosen, start):
     return weights, size
 
 
-def test_nothing_is_lost_or_doubled_and_memory_stays_flat(tmp_path):
+def test_nothing_is_lost_or_doubled_and_memory_stays_flat(chosen):
     """Catches a request that is lost between processes, one that runs twice, and a table that only grows."""
-    chosen = options(tmp_path)
     workers = CountingWorkers(chosen.worker_address, chosen.folder)
     tracemalloc.start()
     try:

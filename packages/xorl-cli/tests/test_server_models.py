@@ -27,10 +27,10 @@ async def test_an_idle_model_is_saved_and_released_and_comes_back_when_it_is_cal
     async with serving(options(tmp_path, idle_session_timeout_s=3600.0)) as (client, counting):
         await client.begin()
         await client.do(forward_backward(2), 3)
-        await client.orchestrator.answer(queries.FinishSession(SESSION, "success"))
+        await client.answer(queries.FinishSession(SESSION, "success"))
         await until(lambda: MODEL not in counting.models)
         assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
-        listed = await client.orchestrator.answer(queries.ListCheckpoints(MODEL))
+        listed = await client.answer(queries.ListCheckpoints(MODEL))
         assert listed.checkpoints == []
 
 
@@ -40,13 +40,11 @@ async def test_creations_are_requests_like_others_to_a_service_that_is_full_or_h
     creates = [ops.CreateModel(f"m{index}", lora=ops.LoraSpec(rank=8, seed=0)) for index in range(4)]
     async with running(options(tmp_path, max_queued=3, worker_connection_timeout_s=1.0)) as client:
         kept = [await client.send(create, session=None) for create in creates[:3]]
-        full = await client.orchestrator.answer(submit(creates[3], session=None))
-        assert_refused(full, 429, "3 requests are waiting")
+        assert_refused(await client.ask(creates[3], session=None), 429, "3 requests are waiting")
         assert await client.send(creates[0], session=None) == kept[0], "a retry is not another request"
         await until(lambda: client.orchestrator.state.workers.absent_too_long)
         assert [(await client.result(request)).status for request in kept] == [503] * 3
-        away = await client.orchestrator.answer(submit(creates[3], session=None))
-        assert_refused(away, 503, "workers have been away")
+        assert_refused(await client.ask(creates[3], session=None), 503, "workers have been away")
 
 
 @in_a_loop
@@ -74,8 +72,7 @@ async def test_a_model_without_a_session_counts_as_one(tmp_path):
         alone = [ops.CreateModel(name, lora=ops.LoraSpec(rank=8, seed=0)) for name in ("one", "two")]
         assert isinstance(await client.do(alone[0], session=None), ops.ModelCreated)
         for ask in (submit(alone[1], session=None), queries.CreateSession("session-2")):
-            full = await client.orchestrator.answer(ask)
-            assert_refused(full, 429, "max_sessions: 2 are open")
+            assert_refused(await client.answer(ask), 429, "max_sessions: 2 are open")
         # What takes the place of another, or is within a session, is not one more.
         await client.do(forward_backward(1, model="one"), 1)
         assert isinstance(await client.do(alone[0], session=None), ops.ModelCreated)
@@ -127,39 +124,36 @@ async def test_the_first_words_of_a_service_of_full_weights_say_so(tmp_path):
 
 
 @in_a_loop
-async def test_saves_are_checked_before_anything_is_written(tmp_path):
+async def test_saves_are_checked_before_anything_is_written(chosen):
     """Catches a checkpoint that is written over or goes beyond storage_limit, and a refusal that leaves a gap."""
-    chosen = options(tmp_path)
     async with serving(chosen) as (client, counting):
         await client.create()
         saved = await client.do(ops.SaveWeights(MODEL, "a", user_metadata={"note": "x"}), 1)
         assert saved.checkpoint == CheckpointRef(MODEL, "weights", "a")
-        again = await client.do(ops.SaveWeights(MODEL, "a"), 2)
-        assert_refused(again, 409)
+        assert_refused(await client.do(ops.SaveWeights(MODEL, "a"), 2), 409)
         ran = len(counting.ran)
         client.orchestrator.state.options = msgspec.structs.replace(chosen, storage_limit_bytes=10)
         full = await client.do(ops.SaveWeights(MODEL, "b"), 3)
         assert full.status == 507
         assert "StorageLimitError" in full.message
         assert len(counting.ran) == ran
-        listed = await client.orchestrator.answer(queries.ListCheckpoints(MODEL))
+        listed = await client.answer(queries.ListCheckpoints(MODEL))
         assert [c.user_metadata for c in listed.checkpoints] == [{"note": "x"}]
         client.orchestrator.state.options = chosen
-        assert await client.orchestrator.answer(queries.DeleteCheckpoint(saved.checkpoint)) == Ok()
-        assert (await client.orchestrator.answer(queries.ListCheckpoints(MODEL))).checkpoints == []
-        reserved = await client.orchestrator.answer(submit(ops.SaveWeights(MODEL, "recovery-0"), 4))
+        assert await client.answer(queries.DeleteCheckpoint(saved.checkpoint)) == Ok()
+        assert (await client.answer(queries.ListCheckpoints(MODEL))).checkpoints == []
+        reserved = await client.ask(ops.SaveWeights(MODEL, "recovery-0"), 4)
         assert reserved.status == 400
         assert (await client.do(step(), 5)).metrics["step"] == 1, "waits for the call that was refused"
         await client.do(ops.UnloadModel(MODEL), None)
         await until(lambda: not list(chosen.folder.glob("weights/*/*")))
-        gone = await client.orchestrator.answer(submit(step(), 6))
+        gone = await client.ask(step(), 6)
         assert gone.status == 404
 
 
 @in_a_loop
-async def test_a_folder_of_checkpoints_that_is_a_link_is_used_and_counted(tmp_path):
+async def test_a_folder_of_checkpoints_that_is_a_link_is_used_and_counted(chosen, tmp_path):
     """Catches an operator's larger disk that the service refuses, or that storage_limit does not see."""
-    chosen = options(tmp_path)
     disk = tmp_path / "disk"
     disk.mkdir()
     chosen.folder.mkdir()
@@ -174,7 +168,7 @@ async def test_a_folder_of_checkpoints_that_is_a_link_is_used_and_counted(tmp_pa
         client.orchestrator.state.options = changed
         assert (await client.do(ops.SaveWeights(MODEL, "more"), 4)).status == 507
         client.orchestrator.state.options = chosen
-        assert await client.orchestrator.answer(queries.DeleteCheckpoint(saved.checkpoint)) == Ok()
+        assert await client.answer(queries.DeleteCheckpoint(saved.checkpoint)) == Ok()
 
 
 @in_a_loop
@@ -233,8 +227,7 @@ async def test_a_disk_that_takes_nothing_refuses_requests_and_keeps_results_unti
         await asyncio.sleep(0.1)
         commit = client.orchestrator.state.journal._commit
         await commit.write(lambda connection: connection.execute("PRAGMA max_page_count = 1"))
-        refused = await client.orchestrator.answer(submit(forward_backward(*range(20_000)), 2))
-        assert_refused(refused, 507)
+        assert_refused(await client.ask(forward_backward(*range(20_000)), 2), 507)
         await commit.write(lambda connection: connection.execute("PRAGMA max_page_count = 1000000"))
         assert (await client.result(flying)).metrics["loss:sum"] == 1
         assert (await client.do(step(), 2)).metrics["weights"] == folded(1, 1)
@@ -242,9 +235,8 @@ async def test_a_disk_that_takes_nothing_refuses_requests_and_keeps_results_unti
 
 
 @in_a_loop
-async def test_a_service_that_is_stopped_saves_its_models_and_runs_nothing_again(tmp_path):
+async def test_a_service_that_is_stopped_saves_its_models_and_runs_nothing_again(chosen):
     """Catches an orderly stop after which a day of training is run again."""
-    chosen = options(tmp_path)
     async with serving(chosen) as (client, _):
         await client.begin()
         await client.do(forward_backward(2), 3)
@@ -256,9 +248,8 @@ async def test_a_service_that_is_stopped_saves_its_models_and_runs_nothing_again
 
 
 @in_a_loop
-async def test_a_checkpoint_whose_time_is_over_goes_and_its_model_stays(tmp_path):
+async def test_a_checkpoint_whose_time_is_over_goes_and_its_model_stays(chosen):
     """Catches a disk that fills with what was to be deleted, and a model that is deleted with it."""
-    chosen = options(tmp_path)
     async with serving(chosen) as (client, _):
         await client.begin()
         await client.do(ops.SaveWeights(MODEL, "short", ttl_s=0.1), 3)
@@ -271,12 +262,11 @@ async def test_a_checkpoint_whose_time_is_over_goes_and_its_model_stays(tmp_path
 
 
 @in_a_loop
-async def test_a_checkpoint_whose_time_is_over_is_gone_for_clients_before_its_files_are(tmp_path):
+async def test_a_checkpoint_whose_time_is_over_is_gone_for_clients_before_its_files_are(chosen):
     """Catches a ttl that takes effect when somebody comes to clean up."""
-    chosen = options(tmp_path)
     async with serving(chosen) as (client, _):
         await client.begin()
-        ask, samplers = client.orchestrator.answer, "sampler_weights"
+        ask, samplers = client.answer, "sampler_weights"
         trained, sampled = CheckpointRef(MODEL, "weights", "short"), CheckpointRef(MODEL, samplers, "short")
         await client.do(ops.SaveWeights(MODEL, "short", ttl_s=0.1), 3)
         await client.do(ops.SaveWeightsForSampler(MODEL, "short", ttl_s=0.1), 4)
@@ -294,17 +284,15 @@ async def test_a_checkpoint_whose_time_is_over_is_gone_for_clients_before_its_fi
                 ops.Sample(ops.NamedSampler("short"), prompt, max_tokens=1),
             )
         ):
-            failure = await client.do(operation, 5 if number == 0 else None)
-            assert_refused(failure, 404)
+            assert_refused(await client.do(operation, 5 if number == 0 else None), 404)
         assert all(checkpoint_folder(chosen.folder, ref).exists() for ref in (trained, sampled))
 
 
 @in_a_loop
-async def test_a_session_that_nobody_has_used_for_months_goes_with_its_samplers(tmp_path):
+async def test_a_session_that_nobody_has_used_for_months_goes_with_its_samplers(chosen):
     """Catches records of samplers that are kept for ever, one for each step of each loop that ever ran."""
-    chosen = options(tmp_path)
     async with serving(chosen) as (client, _):
-        ask, state = client.orchestrator.answer, client.orchestrator.state
+        ask, state = client.answer, client.orchestrator.state
         for session in ("old", "new"):
             await ask(queries.CreateSession(session))
             await ask(queries.CreateSamplingSession(f"{session}:sample:0", session, None, None))
@@ -316,9 +304,8 @@ async def test_a_session_that_nobody_has_used_for_months_goes_with_its_samplers(
 
 
 @in_a_loop
-async def test_checkpoints_that_the_journal_does_not_know_are_what_their_manifests_say(tmp_path):
+async def test_checkpoints_that_the_journal_does_not_know_are_what_their_manifests_say(chosen):
     """Catches adapters that clients see as full weights, and names that are not found, after a journal was moved."""
-    chosen = options(tmp_path)
     ref, damaged = (CheckpointRef(model, "sampler_weights", "kept") for model in ("old", "hurt"))
     service = {
         "base": {"name": "tiny"},
@@ -331,24 +318,22 @@ async def test_checkpoints_that_the_journal_does_not_know_are_what_their_manifes
         (folder / "metadata.json").write_text(json.dumps(manifest))
     for _ in range(2):  # found once, and known from then on
         async with serving(chosen) as (client, _):
-            info = await client.orchestrator.answer(queries.GetWeightsInfo(ref))
+            info = await client.answer(queries.GetWeightsInfo(ref))
             assert (info.lora, info.step) == (ops.LoraSpec(5, 7.0, 3, train_unembed=False), 12)
-            runs = (await client.orchestrator.answer(queries.ListTrainingRuns())).runs
+            runs = (await client.answer(queries.ListTrainingRuns())).runs
             assert {run.model_id: run.lora_rank for run in runs} == {"old": 5, "hurt": None}
             assert client.orchestrator.state.registry.checkpoints.keys() == {checkpoint_key(ref)}
 
 
 @in_a_loop
-async def test_a_model_over_another_base_is_not_made_again(tmp_path):
+async def test_a_model_over_another_base_is_not_made_again(chosen):
     """Catches an adapter that comes back over other weights because the service was started with them."""
-    chosen = options(tmp_path)
     async with serving(chosen) as (client, _):
-        await client.orchestrator.answer(queries.CreateSession(SESSION))
+        await client.answer(queries.CreateSession(SESSION))
         await client.do(ops.CreateModel(MODEL, base_model="tiny", lora=ops.LoraSpec(rank=8)))
         await client.do(forward_backward(1), 1)
     async with serving(msgspec.structs.replace(chosen, model_name="other", model_path="/models/other")) as (client, _):
-        refused = await client.do(step(), 2)
-        assert_refused(refused, 409, "'tiny'")
+        assert_refused(await client.do(step(), 2), 409, "'tiny'")
     async with serving(msgspec.structs.replace(chosen, lora_rank=4)) as (client, counting):
         await client.do(step(), 3)
         assert counting.created[-1].lora.rank == 8
@@ -371,14 +356,13 @@ async def test_a_model_of_a_checkpoint_is_the_checkpoint_s_adapter(tmp_path):
             assert isinstance(await client.do(step(other), 2), ops.OptimResult)
             assert [(one.checkpoint.name, one.lora) for one in fresh.created] == [("kept", None)]
             await client.do(ops.SaveWeights(other, "own"), 3)
-        info = await client.orchestrator.answer(queries.GetWeightsInfo(CheckpointRef(other, "weights", "own")))
+        info = await client.answer(queries.GetWeightsInfo(CheckpointRef(other, "weights", "own")))
         assert info.lora == ops.LoraSpec(8, 16.0, 0, **parts)
 
 
 @in_a_loop
-async def test_a_long_tail_is_cut_by_a_save_of_the_services_own(tmp_path, monkeypatch):
+async def test_a_long_tail_is_cut_by_a_save_of_the_services_own(chosen, monkeypatch):
     """Catches a journal that keeps a day of data, and a recovery that takes as long as the training did."""
-    chosen = options(tmp_path)
     monkeypatch.setattr("xorl.server.orchestrator.runner.MAX_TAIL_BYTES", 200)
     async with serving(chosen) as (client, _):
         await client.create()

@@ -14,7 +14,7 @@ import pytest
 from asynchronous import in_a_loop, until
 from counting_workers import BAD, folded
 from engines import fake_engines
-from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
+from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, training, workers
 from refusals import assert_refused
 from xorl.server import operations as ops
 from xorl.server.channel import ChannelKeys
@@ -33,16 +33,15 @@ async def test_a_loop_of_training_with_chunks_that_arrive_out_of_order(tmp_path)
         await client.create()
         second = await client.send(forward_backward(3, 4), 2)
         again = await client.send(step(), 3)
-        pending = await client.orchestrator.answer(Poll(second, 0.05))
+        pending = await client.answer(Poll(second, 0.05))
         assert pending.reason == "request 1 of this model has not arrived"
         first = await client.send(forward_backward(1, 2), 1)
         assert await client.send(forward_backward(1, 2), 1) == first
         assert (await client.result(second)).metrics == {"loss:sum": 7.0}
         assert (await client.result(again)).metrics["weights"] == folded(1, 10)
         assert counting.ran.count(first) == 1
-        wrong = await client.orchestrator.answer(submit(forward_backward(9), 1))
-        assert_refused(wrong, 400)
-        late = await client.orchestrator.answer(Poll("nobody", 0.0))
+        assert_refused(await client.ask(forward_backward(9), 1), 400)
+        late = await client.answer(Poll("nobody", 0.0))
         assert late == Unknown("nobody")
 
 
@@ -52,7 +51,7 @@ async def test_a_number_that_was_rejected_is_passed_over_and_one_that_never_come
     async with serving(options(tmp_path, gap_timeout_s=0.5)) as (client, _):
         await client.create()
         waiting = await client.send(forward_backward(5), 2)
-        await client.orchestrator.answer(Tombstone(MODEL, 1))
+        await client.answer(Tombstone(MODEL, 1))
         assert (await client.result(waiting)).metrics["loss:sum"] == 5
         behind = [await client.send(forward_backward(7), 4), await client.send(step(), 5)]
         failures = [await client.result(request) for request in behind]
@@ -96,7 +95,7 @@ async def test_a_sample_that_no_context_holds_costs_its_client_nothing(tmp_path)
         await until(lambda: client.orchestrator.state.workers.max_context_length is not None)
         prompt = Array.of(np.array([1], dtype=np.int32))
         for most, status in ((10**12, 400), (33, 400), (32, None)):
-            answer = await client.orchestrator.answer(submit(ops.Sample(ops.BaseSampler(), prompt, max_tokens=most)))
+            answer = await client.ask(ops.Sample(ops.BaseSampler(), prompt, max_tokens=most))
             assert getattr(answer, "status", None) == status, answer
 
 
@@ -109,7 +108,7 @@ def test_endpoints_are_watched_and_kept_after_a_disk_took_nothing(tmp_path, monk
         async with running(options(tmp_path)) as client:
             journal = client.orchestrator.state.journal
             await journal._commit.write(lambda connection: connection.execute("ALTER TABLE records RENAME TO away"))
-            refused = await client.orchestrator.answer(AddEndpoint(ops.Endpoint("127.0.0.1", port)))
+            refused = await client.answer(AddEndpoint(ops.Endpoint("127.0.0.1", port)))
             assert isinstance(refused, Rejected)
             await asyncio.sleep(0.5)
             await journal._commit.write(lambda connection: connection.execute("ALTER TABLE away RENAME TO records"))
@@ -148,9 +147,8 @@ async def test_a_part_that_breaks_ends_the_loop(tmp_path, monkeypatch, caplog, p
 
 
 @in_a_loop
-async def test_the_orchestrator_dies_with_requests_in_flight_and_nothing_is_lost_or_done_twice(tmp_path):
+async def test_the_orchestrator_dies_with_requests_in_flight_and_nothing_is_lost_or_done_twice(chosen):
     """Catches a result that dies with the process, and a gradient that is added again when it comes back."""
-    chosen = options(tmp_path)
     with workers(chosen, delay_s=0.3) as counting:
         async with running(chosen) as client:
             await client.create()
@@ -169,9 +167,8 @@ async def test_the_orchestrator_dies_with_requests_in_flight_and_nothing_is_lost
 
 
 @in_a_loop
-async def test_the_next_request_of_a_model_does_not_wait_for_the_disk_and_the_one_after_it_does(tmp_path):
+async def test_the_next_request_of_a_model_does_not_wait_for_the_disk_and_the_one_after_it_does(chosen):
     """Catches workers that idle while a result is written, and a model that runs further ahead than can be mended."""
-    chosen = options(tmp_path)
     async with serving(chosen, delay_s=0.3) as (client, counting):
         await client.create()
         operations = [forward_backward(1), step(), forward_backward(2), step()]
@@ -180,7 +177,7 @@ async def test_the_next_request_of_a_model_does_not_wait_for_the_disk_and_the_on
             other.execute("BEGIN IMMEDIATE")
             await asyncio.sleep(0.6)
             assert counting.ran[1:] == sent[:2]
-            assert isinstance(await client.orchestrator.answer(Poll(sent[0], 0.0)), Pending)
+            assert isinstance(await client.answer(Poll(sent[0], 0.0)), Pending)
         assert (await client.result(sent[3])).metrics["weights"] == folded(folded(1, 1), 2)
         assert counting.ran[1:] == sent
         # A save takes what is in the journal alone.
@@ -191,9 +188,8 @@ async def test_the_next_request_of_a_model_does_not_wait_for_the_disk_and_the_on
 
 
 @in_a_loop
-async def test_workers_that_die_are_replaced_and_models_are_as_they_were(tmp_path):
+async def test_workers_that_die_are_replaced_and_models_are_as_they_were(chosen):
     """Catches half a gradient, a step that is lost with the workers, and one that is taken twice."""
-    chosen = options(tmp_path)
     async with running(chosen) as client:
         with workers(chosen, delay_s=0.2):
             await client.begin()
@@ -203,7 +199,7 @@ async def test_workers_that_die_are_replaced_and_models_are_as_they_were(tmp_pat
             await client.do(forward_backward(3), 6)
             flying = await client.send(forward_backward(4), 7)
             await asyncio.sleep(0.05)
-        pending = await client.orchestrator.answer(Poll(flying, 0.0))
+        pending = await client.answer(Poll(flying, 0.0))
         assert isinstance(pending, Pending)
         with workers(chosen) as fresh:
             assert (await client.result(flying)).metrics["loss:sum"] == 4
@@ -215,17 +211,16 @@ async def test_workers_that_die_are_replaced_and_models_are_as_they_were(tmp_pat
 
 
 @in_a_loop
-async def test_the_whole_service_starts_again_and_takes_up_models_and_requests(tmp_path):
+async def test_the_whole_service_starts_again_and_takes_up_models_and_requests(chosen):
     """Catches a journal that only serves the process that wrote it."""
-    chosen = options(tmp_path)
-    async with serving(chosen) as (client, _):
-        await client.begin()
+    async with training(chosen):
+        pass
     async with running(chosen) as client:
         request = await client.send(forward_backward(2), 3)
     async with serving(chosen) as (client, _):
         await client.result(request)
         assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
-        info = await client.orchestrator.answer(GetModel(MODEL))
+        info = await client.answer(GetModel(MODEL))
         assert info.step == 2
 
 
@@ -237,7 +232,7 @@ async def test_the_form_in_which_weights_are_sent_is_kept_until_it_is_taken_back
         async with serving(chosen) as (client, _):
             if given is not None:
                 await client.begin()
-            assert await client.orchestrator.answer(SetSyncQuantization(given)) == Ok()
+            assert await client.answer(SetSyncQuantization(given)) == Ok()
         async with serving(chosen) as (client, _):
             state = client.orchestrator.state
             for asked in (None, ops.BlockFp8()):
@@ -266,16 +261,15 @@ async def test_a_call_that_kills_the_workers_again_and_again_is_given_up(tmp_pat
 
 
 @in_a_loop
-async def test_a_request_that_cannot_be_prepared_for_an_unforeseen_reason_ends_and_nothing_else_does(tmp_path, caplog):
+async def test_a_request_that_cannot_be_prepared_for_an_unforeseen_reason_ends_and_nothing_else_does(
+    chosen, tmp_path, caplog
+):
     """Catches a service that one request stops, now and at each next start."""
-    chosen = options(tmp_path)
-    async with serving(chosen) as (client, _):
-        await client.begin()
+    async with training(chosen) as (client, _):
         folder = chosen.folder / "weights" / MODEL.replace(":", "~")
         folder.parent.mkdir()
         folder.symlink_to(tmp_path)
-        failure = await client.do(ops.SaveWeights(MODEL, "kept"), 3)
-        assert_refused(failure, 500, "ValueError: checkpoint weights/kept")
+        assert_refused(await client.do(ops.SaveWeights(MODEL, "kept"), 3), 500, "ValueError: checkpoint weights/kept")
         assert any("not_prepared" in record.message and record.exc_info for record in caplog.records)
         assert await client.weights_after(2, 4) == folded(folded(1, 1), 2)
         # Its own checkpoints are looked for when it goes, where none can be.
@@ -284,17 +278,15 @@ async def test_a_request_that_cannot_be_prepared_for_an_unforeseen_reason_ends_a
 
 
 @in_a_loop
-async def test_a_sampler_that_was_forgotten_while_its_sample_waited_is_to_be_made_again(tmp_path):
+async def test_a_sampler_that_was_forgotten_while_its_sample_waited_is_to_be_made_again(chosen):
     """Catches a service that stops for a sample whose sampler has gone meanwhile."""
-    chosen = options(tmp_path)
     async with running(chosen) as client:
-        await client.orchestrator.answer(CreateSamplingSession("gone", None, None, None))
+        await client.answer(CreateSamplingSession("gone", None, None, None))
         prompt = Array.of(np.array([1], dtype=np.int32))
         request = await client.send(ops.Sample(ops.SessionSampler("gone"), prompt))
         del client.orchestrator.state.registry.samplers["gone"]
         with workers(chosen):
-            failure = await client.result(request)
-            assert_refused(failure, 404, "create it again")
+            assert_refused(await client.result(request), 404, "create it again")
             await client.create()
 
 
@@ -311,10 +303,8 @@ async def test_workers_that_stay_away_end_requests_with_an_error_and_lose_no_mod
         await until(lambda: not state.workers.is_connected)
         # They were there for longer than they may be away, which is not to be away for so long.
         assert not state.workers.absent_too_long
-        failure = await client.result(await client.send(forward_backward(2), 2))
-        assert_refused(failure, 503)
-        refused = await client.orchestrator.answer(submit(step(), 3))
-        assert_refused(refused, 503)
+        assert_refused(await client.result(await client.send(forward_backward(2), 2)), 503)
+        assert_refused(await client.ask(step(), 3), 503)
         with workers(chosen):
             await until(lambda: client.orchestrator.state.workers.is_ready)
             assert (await client.do(step(), 3)).metrics["weights"] == folded(1, 1)
@@ -327,7 +317,7 @@ async def test_a_model_whose_creation_fails_since_the_workers_are_gone_can_be_cr
     chosen = options(tmp_path, worker_connection_timeout_s=2.0)
     create = ops.CreateModel(MODEL, lora=ops.LoraSpec(rank=8, seed=0))
     async with running(chosen) as client:
-        await client.orchestrator.answer(CreateSession(SESSION))
+        await client.answer(CreateSession(SESSION))
         with workers(chosen, delay_s=1.0) as counting:
             if begun:
                 await client.create("session-1:train:1")
@@ -338,12 +328,11 @@ async def test_a_model_whose_creation_fails_since_the_workers_are_gone_can_be_cr
         behind = await client.send(forward_backward(1), 1)
         failures = [await client.result(request) for request in (first, behind)]
         assert [failure.status for failure in failures] == [503, 503]
-        status = await client.orchestrator.answer(GetStatus())
+        status = await client.answer(GetStatus())
         assert MODEL not in status.sessions[0].models
         with workers(chosen):
             await until(lambda: client.orchestrator.state.workers.is_ready)
-            refused = await client.orchestrator.answer(submit(forward_backward(1), 2))
-            assert_refused(refused, 404, "is failed")
+            assert_refused(await client.ask(forward_backward(1), 2), 404, "is failed")
             assert not isinstance(await client.do(create), ops.Failure)
             assert await client.weights_after(2, 1) == folded(1, 2)
 
@@ -452,7 +441,7 @@ async def test_status_counts_what_happened(tmp_path):
         await client.create()
         await client.do(forward_backward(1, 2, 3), 1)
         await client.do(forward_backward(1, loss=BAD), 2)
-        status = await client.orchestrator.answer(GetStatus())
+        status = await client.answer(GetStatus())
         assert status.ready
         assert status.world_size == 1
         assert status.counters["tokens_total"] == 3

@@ -9,7 +9,7 @@ import pytest
 
 from asynchronous import in_a_loop, until
 from counting_workers import BROKEN, folded
-from orchestrated import MODEL, SESSION, forward_backward, options, running, sampling, serving, step, workers
+from orchestrated import MODEL, SESSION, forward_backward, options, running, sampling, serving, step, training, workers
 from refusals import assert_refused
 from xorl.server import operations as ops
 from xorl.server.identifiers import CheckpointRef
@@ -49,7 +49,7 @@ async def test_a_checkpoint_that_a_model_has_loaded_or_begun_from_can_be_deleted
         with workers(chosen):
             # One of them is not there and has to be made again before it is saved.
             await client.do(forward_backward(5, model=OTHER), 2)
-            assert await client.orchestrator.answer(DeleteCheckpoint(ref("kept"))) == Ok()
+            assert await client.answer(DeleteCheckpoint(ref("kept"))) == Ok()
         with workers(chosen):
             assert (await client.do(step(OTHER), 3)).metrics["weights"] == folded(TRAINED, 5)
             assert await client.weights_after(5, 1, created) == folded(TRAINED, 5)
@@ -58,9 +58,8 @@ async def test_a_checkpoint_that_a_model_has_loaded_or_begun_from_can_be_deleted
 
 @pytest.mark.parametrize("begins", [False, True], ids=["loads", "begins"])
 @in_a_loop
-async def test_a_model_keeps_its_weights_when_another_one_writes_over_what_it_was_made_from(tmp_path, begins):
+async def test_a_model_keeps_its_weights_when_another_one_writes_over_what_it_was_made_from(chosen, begins):
     """Catches a model that silently becomes another one when its workers die, after `latest` was saved anew."""
-    chosen = options(tmp_path)
     async with running(chosen) as client:
         with workers(chosen):
             await begun(client)
@@ -118,9 +117,8 @@ async def test_the_first_save_under_the_name_of_the_initial_checkpoint_replaces_
 
 
 @in_a_loop
-async def test_two_models_that_write_over_what_the_other_has_loaded_do_not_wait_for_each_other(tmp_path):
+async def test_two_models_that_write_over_what_the_other_has_loaded_do_not_wait_for_each_other(chosen):
     """Catches two saves that wait for each other for ever."""
-    chosen = options(tmp_path)
     async with running(chosen) as client:
         with workers(chosen):
             await begun(client)
@@ -153,7 +151,7 @@ async def test_a_checkpoint_that_is_being_deleted_is_loaded_by_nobody(tmp_path, 
         await begun(client)
         await client.do(ops.SaveWeights(MODEL, "later"), 4)
         await client.create(OTHER)
-        deleted = asyncio.create_task(client.orchestrator.answer(DeleteCheckpoint(ref("kept"))))
+        deleted = asyncio.create_task(client.answer(DeleteCheckpoint(ref("kept"))))
         await until(lambda: client.orchestrator.state.deleting or deleted.done())
         refused = await load(client, 1)
         created = await client.do(ops.CreateModel("session-1:train:2", checkpoint=ref("kept"), with_optimizer=True))
@@ -169,8 +167,7 @@ async def test_a_checkpoint_that_is_being_deleted_is_loaded_by_nobody(tmp_path, 
 @in_a_loop
 async def test_what_is_saved_in_place_of_a_checkpoint_whose_time_is_over_stays(tmp_path):
     """Catches a new checkpoint that is deleted for the old one of its name, which waited for a save of its model."""
-    async with serving(options(tmp_path), delay_s=0.5) as (client, _):
-        await client.begin()
+    async with training(options(tmp_path), delay_s=0.5) as (client, _):
         await client.do(ops.SaveWeights(MODEL, "last", ttl_s=0.1), 3)
         await asyncio.sleep(0.2)
         requests = [await client.send(forward_backward(2), 4), await client.send(step(), 5)]
@@ -180,7 +177,7 @@ async def test_what_is_saved_in_place_of_a_checkpoint_whose_time_is_over_stays(t
         for request in requests:
             assert not isinstance(await client.result(request), ops.Failure)
         await client.orchestrator.housekeeping._expiring
-        listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
+        listed = await client.answer(ListCheckpoints(MODEL))
         assert [one.checkpoint for one in listed.checkpoints] == [ref("last")]
 
 
@@ -204,9 +201,8 @@ async def test_a_checkpoint_whose_reader_cannot_be_saved_is_not_written_over(tmp
 
 
 @in_a_loop
-async def test_a_model_that_the_workers_gave_up_is_made_again_as_it_was(tmp_path):
+async def test_a_model_that_the_workers_gave_up_is_made_again_as_it_was(chosen):
     """Catches a model that answers nothing any more, or has forgotten a gradient, since a load broke off half way."""
-    chosen = options(tmp_path)
     with workers(chosen) as counting:
         async with running(chosen) as client:
             await client.begin()
@@ -223,9 +219,8 @@ async def test_a_model_that_the_workers_gave_up_is_made_again_as_it_was(tmp_path
 
 @pytest.mark.parametrize("ended_by", ["silence", "unloading", "another of its name"])
 @in_a_loop
-async def test_weights_that_ended_with_their_model_say_what_to_do(tmp_path, ended_by):
+async def test_weights_that_ended_with_their_model_say_what_to_do(chosen, ended_by):
     """Catches unnamed weights that are kept for a client that is gone, and a refusal that names no remedy."""
-    chosen = options(tmp_path)
     sampler = f"{SESSION}:sample:1"
     sample = sampling(ops.SessionSampler(sampler))
     with workers(chosen):
@@ -235,7 +230,7 @@ async def test_weights_that_ended_with_their_model_say_what_to_do(tmp_path, ende
             assert not isinstance(await client.do(sample), ops.Failure)
             match ended_by:
                 case "silence":
-                    await client.orchestrator.answer(FinishSession(SESSION, "success"))
+                    await client.answer(FinishSession(SESSION, "success"))
                     await until(lambda: client.orchestrator.state.registry.models["m"].state == "released")
                 case "unloading":
                     await client.do(ops.UnloadModel("m"), 2)

@@ -6,7 +6,7 @@ import pytest
 
 from asynchronous import in_a_loop
 from counting_workers import BROKEN
-from orchestrated import MODEL, SESSION, options, running, sampling, serving, submit, workers
+from orchestrated import MODEL, SESSION, options, running, sampling, serving, workers
 from refusals import assert_refused
 from xorl.server import operations as ops
 from xorl.server.identifiers import CheckpointRef
@@ -34,9 +34,8 @@ def names(chosen):
 
 @pytest.mark.parametrize("event", ["a restart of all", "new workers", "a load that fails", "an idle client"])
 @in_a_loop
-async def test_weights_without_a_name_outlive_what_took_their_model(tmp_path, event):
+async def test_weights_without_a_name_outlive_what_took_their_model(chosen, event):
     """Catches a loop of reinforcement learning that ends with a process of the service: its steps save such weights."""
-    chosen = options(tmp_path)
     async with running(chosen) as client:
         with workers(chosen) as counting:
             await client.create()
@@ -70,8 +69,7 @@ async def test_the_weights_last_used_are_kept_and_the_others_deleted(tmp_path, m
         await save(client, SECOND, 2)
         assert not isinstance(await sample(client, FIRST), ops.Failure)
         newest = await save(client, THIRD, 3)
-        gone = await sample(client, SECOND)
-        assert_refused(gone, 404, "no longer kept")
+        assert_refused(await sample(client, SECOND), 404, "no longer kept")
         for sampler in (FIRST, THIRD):
             assert not isinstance(await sample(client, sampler), ops.Failure)
         housekeeping, chosen = client.orchestrator.housekeeping, client.orchestrator.state.options
@@ -81,15 +79,14 @@ async def test_the_weights_last_used_are_kept_and_the_others_deleted(tmp_path, m
 
 
 @in_a_loop
-async def test_weights_without_a_name_are_hidden_and_their_names_reserved(tmp_path):
+async def test_weights_without_a_name_are_hidden_and_their_names_reserved(chosen):
     """Catches the service's own names in lists of checkpoints, and a client's checkpoint that expires as if unnamed."""
-    chosen = options(tmp_path)
     async with serving(chosen) as (client, _):
         await client.create()
         kept = await save(client, FIRST, 1)
-        listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
+        listed = await client.answer(ListCheckpoints(MODEL))
         assert listed.checkpoints == []
-        refused = await client.orchestrator.answer(submit(ops.SaveWeightsForSampler(MODEL, kept.name), 2))
+        refused = await client.ask(ops.SaveWeightsForSampler(MODEL, kept.name), 2)
         assert isinstance(refused, Rejected)
         assert "reserved" in refused.message
         assert not isinstance(await sample(client, FIRST), ops.Failure)

@@ -11,6 +11,16 @@ def ticket(name, *, lane="m", seq=None, client="c", group=None, cost=1.0, arriva
     return Ticket(name, lane, seq, client, group, cost, arrival)
 
 
+def queued(*tickets, **limits):
+    """A scheduler with these tickets, and the lanes that they are in."""
+    scheduler = Scheduler(**limits)
+    for lane in {one.lane: None for one in tickets if one.lane is not None}:
+        scheduler.open_lane(lane)
+    for one in tickets:
+        scheduler.add(one)
+    return scheduler
+
+
 def run_all(scheduler):
     """The ids of what runs, group by group, until nothing can."""
     ran = []
@@ -67,11 +77,7 @@ def test_a_missing_number_holds_back_all_above_it_and_is_named(seqs, rejected):
 
 def test_a_request_without_a_number_waits_for_what_arrived_before_it():
     """Catches an unload that overtakes the step sent before it, or waits for ever behind a missing number."""
-    scheduler = Scheduler()
-    scheduler.open_lane("m")
-    scheduler.add(ticket("1", seq=1, arrival=1))
-    scheduler.add(ticket("unload", arrival=2))
-    scheduler.add(ticket("2", seq=2, arrival=3))
+    scheduler = queued(ticket("1", seq=1, arrival=1), ticket("unload", arrival=2), ticket("2", seq=2, arrival=3))
     assert run_all(scheduler) == [["1"], ["unload"], ["2"]]
     scheduler.add(ticket("4", seq=4, arrival=4))
     scheduler.add(ticket("late", arrival=5))
@@ -95,16 +101,12 @@ def test_a_lane_runs_one_request_at_a_time():
 @settings(max_examples=60, deadline=None)
 def test_clients_get_the_same_share_however_much_they_send(loads, cost):
     """Catches a client with many models or many requests that keeps the others waiting."""
-    scheduler = Scheduler()
-    arrival = 0
-    for client, load in enumerate(loads):
-        for index in range(load):
-            arrival += 1
-            lane = f"{client}-{index % 3}"
-            if not scheduler.has_lane(lane):
-                scheduler.open_lane(lane)
-            scheduler.add(ticket(f"{client}", lane=lane, client=str(client), cost=float(cost), arrival=arrival))
-    order = [names[0] for names in run_all(scheduler)]
+    calls = [(str(client), f"{client}-{index % 3}") for client, load in enumerate(loads) for index in range(load)]
+    tickets = [
+        ticket(client, lane=lane, client=client, cost=float(cost), arrival=arrival)
+        for arrival, (client, lane) in enumerate(calls)
+    ]
+    order = [names[0] for names in run_all(queued(*tickets))]
     assert len(order) == sum(loads)
     shortest = min(loads)
     first_turns = order[: shortest * len(loads)]
@@ -132,14 +134,12 @@ def test_a_client_that_was_idle_is_not_owed_for_it():
 
 def test_calls_of_one_group_share_a_pass_and_others_come_alone():
     """Catches models that train one by one, two calls of one model in a pass, and a mix of different losses."""
-    scheduler = Scheduler(max_group_size=3, max_group_cost=100)
+    tickets = [ticket("ppo", lane="other", group="ppo", client="z", arrival=100)]
     for index in range(5):
-        scheduler.open_lane(f"m{index}")
-        scheduler.add(ticket(f"a{index}", lane=f"m{index}", group="ce", client=f"c{index}", arrival=10 * index))
-        scheduler.add(ticket(f"b{index}", lane=f"m{index}", group=None, client=f"c{index}", arrival=10 * index + 1))
-    scheduler.open_lane("other")
-    scheduler.add(ticket("ppo", lane="other", group="ppo", client="z", arrival=100))
-    groups = run_all(scheduler)
+        mine = {"lane": f"m{index}", "client": f"c{index}"}
+        tickets += [ticket(f"a{index}", **mine, group="ce", arrival=10 * index)]
+        tickets += [ticket(f"b{index}", **mine, arrival=10 * index + 1)]
+    groups = run_all(queued(*tickets, max_group_size=3, max_group_cost=100))
     assert groups[:2] == [["a0", "a1", "a2"], ["a3", "a4"]]
     assert sorted(names[0] for names in groups[2:]) == ["b0", "b1", "b2", "b3", "b4", "ppo"]
     assert all(len(names) == 1 for names in groups[2:])
@@ -147,10 +147,7 @@ def test_calls_of_one_group_share_a_pass_and_others_come_alone():
 
 def test_members_of_a_failed_pass_run_again_alone_and_first():
     """Catches one client's bad call that fails the calls of others with it for ever."""
-    scheduler = Scheduler()
-    for index in range(3):
-        scheduler.open_lane(f"m{index}")
-        scheduler.add(ticket(f"a{index}", lane=f"m{index}", seq=1, group="ce", client=f"c{index}", arrival=index))
+    scheduler = queued(*(ticket(f"a{i}", lane=f"m{i}", seq=1, group="ce", client=f"c{i}", arrival=i) for i in range(3)))
     group = scheduler.take()
     assert len(group) == 3
     scheduler.requeue(group, alone=True)
@@ -160,10 +157,8 @@ def test_members_of_a_failed_pass_run_again_alone_and_first():
 
 def test_a_pass_is_bounded_by_cost():
     """Catches a mixed pass that no worker has the memory for."""
-    scheduler = Scheduler(max_group_cost=10)
-    for index in range(4):
-        scheduler.add(ticket(str(index), lane=None, group="s", cost=4, client=str(index), arrival=index))
-    assert run_all(scheduler) == [["0", "1"], ["2", "3"]]
+    tickets = [ticket(str(i), lane=None, group="s", cost=4, client=str(i), arrival=i) for i in range(4)]
+    assert run_all(queued(*tickets, max_group_cost=10)) == [["0", "1"], ["2", "3"]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
@@ -226,10 +221,8 @@ def test_a_dropped_request_is_skipped_whatever_has_arrived(seqs, data):
 
 def test_a_suspended_request_pays_for_what_it_used_and_waits_for_its_turn():
     """Catches a long request that is charged as a whole, and waits for all others, or not at all, and goes first."""
-    scheduler = Scheduler()
-    scheduler.open_lane("long")
     long = ticket("long", lane="long", client="a", cost=100.0)
-    scheduler.add(long)
+    scheduler = queued(long)
     left, ran, arrival = 1.0, [], 0
     while left > 0:
         arrival += 1
@@ -253,12 +246,9 @@ def test_a_suspended_request_pays_for_what_it_used_and_waits_for_its_turn():
 
 def test_a_pass_that_models_share_is_bounded_by_a_micro_batch_and_samples_are_not():
     """Catches a shared pass, which is not suspended, that takes minutes."""
-    scheduler = Scheduler()
-    for index in range(3):
-        scheduler.open_lane(str(index))
-        scheduler.add(ticket(f"p{index}", lane=str(index), group="p", cost=4, client=str(index), arrival=index))
-    for index in range(3, 6):
-        scheduler.add(ticket(f"s{index}", lane=None, group="s", cost=4, client=str(index), arrival=index))
+    shared = [ticket(f"p{i}", lane=str(i), group="p", cost=4, client=str(i), arrival=i) for i in range(3)]
+    samples = [ticket(f"s{i}", lane=None, group="s", cost=4, client=str(i), arrival=i) for i in range(3, 6)]
+    scheduler = queued(*shared, *samples)
     taken = [[one.request_id for one in scheduler.take(8.0)] for _ in range(3)]
     assert taken == [["p0", "p1"], ["p2"], ["s3", "s4", "s5"]]
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from asynchronous import in_a_loop, until
-from orchestrated import MODEL, SESSION, forward_backward, options, sampling, serving, step
+from orchestrated import MODEL, SESSION, forward_backward, options, sampling, serving, step, training
 from refusals import assert_refused
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import Rejected
@@ -15,7 +15,7 @@ from xorl.server.queries import FindServedModel, FinishSession, ListCheckpoints,
 
 
 async def found(client, *, saves=True):
-    return await client.orchestrator.answer(FindServedModel(MODEL, saves))
+    return await client.answer(FindServedModel(MODEL, saves))
 
 
 def state_of(chosen, served):
@@ -35,9 +35,8 @@ async def samples(client, served):
 async def test_the_id_of_a_model_stands_for_its_current_weights(tmp_path, initial):
     """Catches an answer from the initial weights of a model that has been trained since, without a sign."""
     chosen = options(tmp_path, skip_initial_checkpoint=not initial)
-    async with serving(chosen) as (client, counting):
-        await client.begin()
-        listed = await client.orchestrator.answer(ListServedModels())
+    async with training(chosen) as (client, counting):
+        listed = await client.answer(ListServedModels())
         assert MODEL in [model.name for model in listed.models]
         assert not isinstance(await found(client, saves=False), Rejected)
         trained = counting.models[MODEL]
@@ -55,7 +54,7 @@ async def test_the_id_of_a_model_stands_for_its_current_weights(tmp_path, initia
         assert state_of(chosen, several[0]) == [trained.weights, 2]
         await client.do(SaveWeightsForSampler(MODEL, "own"), 5)
         assert (await found(client)).sampler.checkpoint.name == "own"
-        hidden = (await client.orchestrator.answer(ListCheckpoints(MODEL))).checkpoints
+        hidden = (await client.answer(ListCheckpoints(MODEL))).checkpoints
         assert {one.checkpoint.name for one in hidden} == {"own", *(["000000"] if initial else [])}
 
 
@@ -63,10 +62,9 @@ async def test_the_id_of_a_model_stands_for_its_current_weights(tmp_path, initia
 async def test_a_model_that_was_released_is_sampled_from_without_being_restored(tmp_path):
     """Catches a harness that loads models onto the workers, or takes the base from who trains it."""
     chosen = options(tmp_path, enable_lora=False)
-    async with serving(chosen) as (client, counting):
-        await client.begin()
+    async with training(chosen) as (client, counting):
         trained = counting.models[MODEL]
-        await client.orchestrator.answer(FinishSession(SESSION, "success"))
+        await client.answer(FinishSession(SESSION, "success"))
         await until(lambda: client.orchestrator.state.registry.models[MODEL].state == "released")
         served = await found(client)
         assert state_of(chosen, served) == [trained.weights, 1]
@@ -75,9 +73,8 @@ async def test_a_model_that_was_released_is_sampled_from_without_being_restored(
 
 
 @in_a_loop
-async def test_weights_that_cannot_be_saved_are_refused_and_the_older_ones_have_a_name(tmp_path):
+async def test_weights_that_cannot_be_saved_are_refused_and_the_older_ones_have_a_name(chosen):
     """Catches older weights that are sampled from in place of those that were asked for."""
-    chosen = options(tmp_path)
     async with serving(chosen) as (client, _):
         await client.create()
         await client.do(SaveWeights(MODEL, "before"), 1)
@@ -88,5 +85,5 @@ async def test_weights_that_cannot_be_saved_are_refused_and_the_older_ones_have_
         assert isinstance(refused, Rejected)
         assert_refused(refused, 507, "trained since its weights were saved", "StorageLimitError")
         uri = CheckpointRef(MODEL, "weights", "before").uri("xorl")
-        older = await client.orchestrator.answer(FindServedModel(uri, saves=True))
+        older = await client.answer(FindServedModel(uri, saves=True))
         assert older.sampler.checkpoint.name == "before"

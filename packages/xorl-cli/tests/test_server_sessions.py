@@ -17,8 +17,8 @@ async def test_sessions_are_found_by_name_metadata_and_status_page_by_page(tmp_p
         for number in range(5):
             metadata = {"run": str(number % 2)}
             name = f"Nightly {'math' if number % 2 else 'code'} run"
-            await client.orchestrator.answer(CreateSession(f"s{number}", (), metadata, name))
-        await client.orchestrator.answer(FinishSession("s1", "errored"))
+            await client.answer(CreateSession(f"s{number}", (), metadata, name))
+        await client.answer(FinishSession("s1", "errored"))
         client.orchestrator.state.registry.sessions["s2"].last_active = time.time() - 3600
 
         async def found(**body):
@@ -53,18 +53,18 @@ async def test_clients_that_are_gone_are_shown_as_such(tmp_path):
     """Catches a list of sessions in which those that run cannot be told from those whose clients died."""
     async with serving(options(tmp_path)) as (client, _):
         for name in ("running", "dead"):
-            await client.orchestrator.answer(CreateSession(name))
+            await client.answer(CreateSession(name))
         await client.do(CreateModel("alone", lora=LoraSpec(rank=8)), session=None)
         registry = client.orchestrator.state.registry
         registry.sessions["dead"].last_active -= 200
-        status = await client.orchestrator.answer(GetStatus())
+        status = await client.answer(GetStatus())
         assert {one.session_id: one.is_gone for one in status.sessions} == {
             "running": False,
             "dead": True,
             "alone": False,
         }
         registry.models["alone"].last_active -= 1000
-        status = await client.orchestrator.answer(GetStatus())
+        status = await client.answer(GetStatus())
         assert [one.session_id for one in status.sessions if one.is_gone] == ["dead", "alone"]
 
 
@@ -75,7 +75,7 @@ async def test_a_model_whose_creation_failed_is_no_training_run(tmp_path):
         await client.create()
         failing = CreateModel(f"{SESSION}:train:1", checkpoint=CheckpointRef("nobody", "weights", "none"))
         assert isinstance(await client.do(failing), Failure)
-        ask = client.orchestrator.answer
+        ask = client.answer
         assert [run.model_id for run in (await ask(ListTrainingRuns())).runs] == [f"{SESSION}:train:0"]
         assert (await ask(GetSession(SESSION))).model_ids == [f"{SESSION}:train:0"]
         assert (await ask(GetTrainingRun(failing.model_id))).status == 404

@@ -9,7 +9,7 @@ import numpy as np
 
 from answering_orchestrator import served
 from asynchronous import in_a_loop, until
-from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, submit, workers
+from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, workers
 from xorl.cli.serve import status_text
 from xorl.server import operations as ops
 from xorl.server.datum import Array
@@ -27,7 +27,7 @@ async def test_status_says_which_calls_run_of_whom_since_when(tmp_path):
         await client.create()
         before = time.time()
         request = await client.send(forward_backward(1), 1)
-        while not (status := await client.orchestrator.answer(GetStatus())).running:
+        while not (status := await client.answer(GetStatus())).running:
             await asyncio.sleep(0.02)
         (call,) = status.running
         assert (call.request_id, call.operation, call.model_id) == (request, "ForwardBackward", MODEL)
@@ -38,7 +38,7 @@ async def test_status_says_which_calls_run_of_whom_since_when(tmp_path):
             (shown,) = (await http.get("/status.json")).json()["running"]
         assert (shown["request_id"], shown["since"][:2]) == (request, "20")
         await client.result(request)
-        status = await client.orchestrator.answer(GetStatus())
+        status = await client.answer(GetStatus())
         assert (status.running, status.gauges["oldest_running_call_seconds"]) == ([], 0.0)
 
 
@@ -50,7 +50,7 @@ async def test_status_says_what_was_restarted_and_why(tmp_path):
     hung = ProcessStatus("workers", 1, 5.0, "rank 1 was stopped", hung_since=4.0)
     async with running(chosen) as client:
         write_restarts(file, [hung])
-        assert (await client.orchestrator.answer(GetStatus())).processes == [hung]
+        assert (await client.answer(GetStatus())).processes == [hung]
         async with over_http(client) as http:
             (shown,) = (await http.get("/status.json")).json()["processes"]
             metrics = (await http.get("/metrics")).text
@@ -59,20 +59,19 @@ async def test_status_says_what_was_restarted_and_why(tmp_path):
         assert 'xorl_process_hung{process="workers"} 1.0' in metrics
         with workers(chosen):
             await until(lambda: client.orchestrator.state.workers.is_ready)
-        (again,) = (await client.orchestrator.answer(GetStatus())).processes
+        (again,) = (await client.answer(GetStatus())).processes
         assert (again.num_restarts, again.hung_since) == (1, None)
 
 
 @in_a_loop
-async def test_workers_that_somebody_else_starts_are_counted_too(tmp_path):
+async def test_workers_that_somebody_else_starts_are_counted_too(chosen):
     """Catches workers under torchrun whose restarts nobody sees."""
-    chosen = options(tmp_path)
     async with running(chosen) as client:
         for num_restarts in range(2):
             with workers(chosen):
                 while (found := client.orchestrator.state.workers).num_restarts < num_restarts or not found.is_ready:
                     await asyncio.sleep(0.02)
-                (status,) = (await client.orchestrator.answer(GetStatus())).processes
+                (status,) = (await client.answer(GetStatus())).processes
                 assert (status.name, status.num_restarts) == ("workers", num_restarts)
                 assert (status.last_restart is None) == (num_restarts == 0)
 
@@ -84,7 +83,7 @@ async def test_status_adds_up_the_running_calls_of_one_kind_and_client(tmp_path)
     async with serving(options(tmp_path), token_s=0.01) as (client, _), over_http(client) as http:
         await client.create()
         before = time.time()
-        samples = [await client.orchestrator.answer(submit(sample, session=None)) for _ in range(5)]
+        samples = [await client.ask(sample, session=None) for _ in range(5)]
         while len(calls := (await http.get("/status.json")).json()["running"]) != 1 or calls[0]["num_calls"] < 4:
             assert time.time() < before + 20, calls
             await asyncio.sleep(0.01)
@@ -95,12 +94,11 @@ async def test_status_adds_up_the_running_calls_of_one_kind_and_client(tmp_path)
 
 
 @in_a_loop
-async def test_status_says_whose_models_there_are_and_how_far_they_are(tmp_path):
+async def test_status_says_whose_models_there_are_and_how_far_they_are(chosen):
     """Catches an operator who sees a name, but not who trains, since when, at which step, and if it still runs."""
-    chosen = options(tmp_path)
     async with running(chosen) as client, over_http(client) as http:
         user = {"user": "ada", "run": "7"}
-        await client.orchestrator.answer(CreateSession(SESSION, user_metadata=user, display_name="first try"))
+        await client.answer(CreateSession(SESSION, user_metadata=user, display_name="first try"))
         with workers(chosen):
             await client.begin()
             await client.do(

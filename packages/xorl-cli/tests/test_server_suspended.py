@@ -7,7 +7,7 @@ import msgspec
 
 from asynchronous import in_a_loop, until
 from counting_workers import folded
-from orchestrated import MODEL, forward_backward, options, running, serving, step, submit, tokens, workers
+from orchestrated import MODEL, forward_backward, options, running, serving, step, tokens, workers
 from xorl.server.messages import CANCELLED, Cancel, Rejected
 from xorl.server.operations import CreateModel, Failure, ForwardBackward, LoraSpec
 
@@ -74,16 +74,15 @@ async def test_a_suspended_pass_is_cancelled_with_its_gradient(tmp_path):
         await until(lambda: client.orchestrator.state.open[pending].is_running)
         await client.do(forward_backward(3, model=OTHER), 1)
         await until(lambda: counting.suspended)
-        outcome = await client.orchestrator.answer(Cancel(pending))
+        outcome = await client.answer(Cancel(pending))
         assert outcome.status == "cancelled"
         assert await client.result(pending) == CANCELLED
         assert (await client.result(stepped)).metrics["weights"] == folded(1, 5)
 
 
 @in_a_loop
-async def test_a_suspended_pass_survives_workers_and_orchestrators_that_die(tmp_path):
+async def test_a_suspended_pass_survives_workers_and_orchestrators_that_die(chosen):
     """Catches a pass that is resumed on workers that never began it, or begins again although they hold it."""
-    chosen = options(tmp_path)
     async with running(chosen) as client:
         first_workers = contextlib.ExitStack()
         counting = first_workers.enter_context(workers(chosen, datum_s=0.05))
@@ -119,7 +118,7 @@ async def test_a_client_that_fills_its_share_of_the_queue_is_refused_and_others_
                 ids.append(await client.send(CreateModel(model, lora=LoraSpec(rank=8, seed=0)), session=None))
                 refused = None
                 for seq in range(1, 9):
-                    answer = await client.orchestrator.answer(submit(long(model), seq))
+                    answer = await client.ask(long(model), seq)
                     if isinstance(answer, Rejected):
                         refused = answer
                         break
@@ -142,7 +141,7 @@ async def test_the_number_that_a_full_share_waits_for_is_accepted(tmp_path):
     async with running(chosen) as client:
         ids = [await client.send(CreateModel("a", lora=LoraSpec(rank=8, seed=0)), session=None)]
         seq = 2
-        while not isinstance(answer := await client.orchestrator.answer(submit(long("a"), seq)), Rejected):
+        while not isinstance(answer := await client.ask(long("a"), seq), Rejected):
             ids.append(answer.request_id)
             seq += 1
         assert answer.status == 429

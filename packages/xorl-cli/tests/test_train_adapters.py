@@ -59,33 +59,6 @@ def test_targets_are_the_family_s_own_where_none_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("targets", "hint"),
-    [
-        ("all", "did you mean all-linear"),
-        (".*q_proj", r"such as \[q_proj, v_proj\]; regular expressions are not supported"),
-        ("q_proj,v_proj", r"write \[q_proj, v_proj\]"),
-    ],
-)
-def test_targets_in_another_form_are_told_what_to_write(targets: str, hint: str) -> None:
-    # Catches advice that leads to the next error.
-    with pytest.raises(ValueError, match=hint):
-        local_config(lora={"enable_lora": True, "lora_target_modules": targets})
-
-
-@pytest.mark.parametrize(
-    ("lora", "message"),
-    [
-        ({"moe_hybrid_shared_lora": True}, r"(?s)lora\.moe_shared_lora.*set one to false"),
-        ({"moe_lora_format": "sglang"}, r"(?s)lora\.moe_lora_format.*whose outer factors are shared"),
-    ],
-)
-def test_experts_share_in_one_way_and_in_a_form_that_can_say_so(lora: dict, message: str) -> None:
-    # Catches a run in which one of two options silently wins.
-    with pytest.raises(ValueError, match=message):
-        local_config(lora={"enable_lora": True, "moe_shared_lora": True, **lora})
-
-
-@pytest.mark.parametrize(
     ("lora", "message"),
     [
         ({"lora_target_modules": ["qproj"]}, r"^lora\.lora_target_modules: .*'qproj'.*'q_proj'"),

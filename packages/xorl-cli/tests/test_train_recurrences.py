@@ -7,6 +7,7 @@ import torch
 
 from local_options import local_config
 from tiny_models import hf_config, write_config
+from xorl.core.models import Decoder
 from xorl.train.layer_kernels import check_kernels
 from xorl.train.model import sketch_model
 from xorl.train.model_source import read_architecture
@@ -35,8 +36,7 @@ def test_sizes_that_recurrences_cannot_be_shared_by_are_refused(
     options: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     # Catches a run that fails in its first step, or computes heads of other ranks.
-    folder = write_config(tmp_path, hf_config("qwen3_5_text", num_attention_heads=8))
-    config = local_config({"config_path": str(folder)}, **options)
+    config = local_config(write_config(tmp_path, hf_config("qwen3_5_text", num_attention_heads=8)), **options)
     with pytest.raises(ValueError, match=message):
         sketch_model(read_architecture(config.model), config.model, config.train, config.lora)
 
@@ -65,19 +65,24 @@ def test_a_model_without_a_padding_id_is_cut_down_for_verification(tmp_path: Pat
     # Catches a padding id that is removed from a config.json without one, which is refused as having no effect.
     large = hf_config("qwen3_5_text", vocab_size=248_320, linear_num_value_heads=32, linear_num_key_heads=16)
     folder = write_config(tmp_path, {key: value for key, value in large.items() if key != "pad_token_id"})
-    config = local_config({"config_path": str(folder)}, ulysses_parallel_size=2)
+    config = local_config(folder, ulysses_parallel_size=2)
     cut = Verification.of(config, is_full=False).config.model.foundation
     assert cut["vocab_size"] == 384
     assert (cut["linear_num_key_heads"], cut["linear_num_value_heads"]) == (8, 16)
     assert "pad_token_id" not in cut
 
 
-def test_a_model_starts_with_the_decays_of_its_authors(tmp_path: Path) -> None:
-    # Catches decays drawn like weights, and a norm that starts at 0 because others of the model do.
-    config = local_config({"config_path": str(write_config(tmp_path, hf_config("qwen3_5_text")))})
-    model = read_architecture(config.model)
+def started(folder: Path, family: str) -> Decoder:
+    """A model with the weights that it starts with."""
+    model = read_architecture(local_config(write_config(folder, hf_config(family))).model)
     decoder = model.spec.build(model.config)
     decoder.init_weights(seed=0)
+    return decoder
+
+
+def test_a_model_starts_with_the_decays_of_its_authors(tmp_path: Path) -> None:
+    # Catches decays drawn like weights, and a norm that starts at 0 because others of the model do.
+    decoder = started(tmp_path, "qwen3_5_text")
     layer = decoder.layers[0].linear_attn
     decays = layer.decay.A_log.exp()
     assert 0.01 <= decays.min() < decays.max() <= 16
@@ -88,10 +93,7 @@ def test_a_model_starts_with_the_decays_of_its_authors(tmp_path: Path) -> None:
 
 def test_a_state_space_starts_with_the_step_sizes_of_its_authors(tmp_path: Path) -> None:
     # Catches states that forget everything within a token, or never.
-    config = local_config({"config_path": str(write_config(tmp_path, hf_config("nemotron_h")))})
-    model = read_architecture(config.model)
-    decoder = model.spec.build(model.config)
-    decoder.init_weights(seed=0)
+    decoder = started(tmp_path, "nemotron_h")
     sizes = decoder.layers[0].linear_attn.decay
     assert 1 <= sizes.A_log.exp().min() < sizes.A_log.exp().max() <= 16
     steps = torch.nn.functional.softplus(sizes.dt_bias)
@@ -102,8 +104,8 @@ def test_a_state_space_starts_with_the_step_sizes_of_its_authors(tmp_path: Path)
 def test_a_model_with_one_group_shares_rows_by_heads_alone(tmp_path: Path) -> None:
     # Catches a group whose norm is computed from some of its channels.
     folder = write_config(tmp_path, hf_config("nemotron_h", n_groups=1))
-    config = local_config({"config_path": str(folder)}, tensor_parallel_size=2)
+    config = local_config(folder, tensor_parallel_size=2)
     with pytest.raises(ValueError, match=r"tensor_parallel_size: 2 ranks .* 1 key heads, groups or channels .* is 1$"):
         sketch_model(read_architecture(config.model), config.model, config.train, config.lora)
-    config = local_config({"config_path": str(folder)}, ulysses_parallel_size=4)
+    config = local_config(folder, ulysses_parallel_size=4)
     sketch_model(read_architecture(config.model), config.model, config.train, config.lora)

@@ -1,10 +1,9 @@
-"""A rank for the tests of launching: does as its first argument says, at the border of a real rank."""
+"""A rank for the tests of launching: runs the function here that its first argument names, as a real rank does."""
 
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from xorl.cli import signals
@@ -146,34 +145,11 @@ def end_without_a_word(rank: int) -> int:
     return 0
 
 
-MODES: dict[str, Callable[[int], int]] = {
-    function.__name__: function
-    for function in (
-        reduce_over_gloo,
-        tell_place,
-        fail_on_rank_1,
-        fail_in_turn,
-        refuse_input,
-        refuse_input_on_rank_1,
-        diverge,
-        be_killed,
-        hang_after_a_failure,
-        fail_on_every_rank,
-        wait_for_an_interrupted_peer,
-        hear_nothing,
-        sleep,
-        save_when_told,
-        fail_in_a_library,
-        end_without_a_word,
-    )
-}
-
-
 def main() -> int:
     mode, flag, folder = sys.argv[1:]
     assert flag == "--rank-folder"
     environment = RankEnvironment.read()
-    return run_rank(lambda: MODES[mode](environment.rank), environment, folder=Path(folder), with_traceback=False)
+    return run_rank(lambda: globals()[mode](environment.rank), environment, folder=Path(folder), with_traceback=False)
 
 
 if __name__ == "__main__":

@@ -1,93 +1,21 @@
-"""Rows, and files that hold them in every format."""
+"""Options of preparing, and what becomes of the rows of a test."""
 
-import csv
-import json
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.feather
-import pyarrow.parquet
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from data_files import write_as, write_tokenizer
 from xorl.data import DatasetEntry, PrepareOptions, prepare
 from xorl.data.formats import load_tokenizer
 from xorl.data.inspect import text_segments, trained_texts
 from xorl.data.stream import StreamOptions, open_stream
 
-Rows = list[dict[str, list[int]]]
-
-
-def make_rows(num, seed=0, longest=40, shortest=2):
-    rng = np.random.default_rng(seed)
-    rows = []
-    for _ in range(num):
-        ids = rng.integers(0, 1000, rng.integers(shortest, longest + 1))
-        labels = np.where(rng.random(len(ids)) < 0.3, -100, ids)
-        labels[-1] = ids[-1]
-        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
-    return rows
-
-
-def write_jsonl(path: Path, rows) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def write_as(kind: str, folder: Path, rows) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rows.{kind}"
-    if kind == "jsonl":
-        return write_jsonl(path, rows)
-    if kind == "json":
-        path.write_text(json.dumps(rows, indent=1))
-    elif kind == "csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows({k: json.dumps(v) for k, v in row.items()} for row in rows)
-    elif kind == "parquet":
-        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
-    elif kind == "feather":
-        pyarrow.feather.write_feather(pa.Table.from_pylist(rows), path)
-    elif kind == "arrow":
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, pa.Table.from_pylist(rows).schema) as writer:
-            writer.write_table(pa.Table.from_pylist(rows), max_chunksize=5)
-    elif kind == "txt":
-        path.write_text("".join(" ".join(map(str, row["input_ids"])) + "\n" for row in rows))
-    else:
-        raise AssertionError(kind)
-    return path
-
 
 @pytest.fixture
 def options(tmp_path):
     """Options that keep the source's order, with the cache in the test's folder."""
-    return PrepareOptions(
-        bin_len=64,
-        vocab_size=1000,
-        prepared_path=tmp_path / "prepared",
-        shuffle_before_merging=False,
-        shuffle_merged=False,
-    )
-
-
-@pytest.fixture(name="make_rows")
-def _make_rows():
-    return make_rows
-
-
-@pytest.fixture(name="write_jsonl")
-def _write_jsonl():
-    return write_jsonl
-
-
-@pytest.fixture(name="write_as")
-def _write_as():
-    return write_as
+    in_order = {"shuffle_before_merging": False, "shuffle_merged": False}
+    return PrepareOptions(bin_len=64, vocab_size=1000, prepared_path=tmp_path / "prepared", **in_order)
 
 
 @pytest.fixture
@@ -98,48 +26,6 @@ def prepare_rows(tmp_path, options):
         return prepare([DatasetEntry(str(write_as(file, tmp_path, rows)), **entry)], options)
 
     return prepared
-
-
-@pytest.fixture
-def rows_of():
-    """The rows that prepared documents hold, in order."""
-
-    def read(documents):
-        pairs = [documents.document(index) for index in range(len(documents))]
-        return [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in pairs]
-
-    return read
-
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def write_tokenizer(folder: Path, *, template=CHAT_TEMPLATE, adds_bos=False, eos="<|end|>", pad=None) -> Path:
-    """A tokenizer of bytes, with the special tokens of CHAT_TEMPLATE; ids from 256 on are special."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|pad|>"]
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
-    if adds_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<|begin|> $A", special_tokens=[("<|begin|>", tokenizer.token_to_id("<|begin|>"))]
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "chat_template": template}
-    config |= {"eos_token": eos, "pad_token": pad}
-    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-    return folder
-
-
-@pytest.fixture(name="write_tokenizer")
-def _write_tokenizer():
-    return write_tokenizer
 
 
 @pytest.fixture

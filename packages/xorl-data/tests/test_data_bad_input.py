@@ -6,72 +6,47 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from data_files import make_rows, write_jsonl
 from xorl.data import DataError, DatasetEntry, prepare, split_documents
 
 GOOD = '{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}'
 LINES = {
-    "not JSON": ('{"input_ids": [1, 2', r"line 3 is not JSON: .* at column \d+: '\{\"input_ids"),
-    "words": ("hello", r"line 3 is not JSON: Expecting value at column 1: 'hello'"),
-    "not an object": ("[1, 2]", r"line 3 is list, want one JSON object: '\[1, 2\]'"),
-    "a key twice": (
-        '{"input_ids": [1, 2], "labels": [1, 2], "input_ids": [3, 4]}',
-        r"line 3 has the key 'input_ids' twice in one object; remove one of the two",
-    ),
-    "a nested key twice": ('{"input_ids": [{"a": 1, "a": 2}], "labels": [1]}', r"line 3 has the key 'a' twice"),
-    "two objects": (GOOD + GOOD, r"line 3 is not JSON: Extra data"),
-    "not UTF-8": (b'{"input_ids": "1 \xff", "labels": [1]}', r"line 3 is not UTF-8"),
-    "other lengths": ('{"input_ids": [1, 2], "labels": [1]}', r"line 3: labels has 1 values and input_ids has 2"),
-    "no ids": (
-        '{"ids": [1], "labels": [1]}',
-        r"line 3: column 'input_ids' does not exist; the columns are: ids, labels",
-    ),
-    "null ids": ('{"input_ids": null, "labels": [1]}', r"line 3: column 'input_ids' is null"),
-    "no labels": (
-        '{"input_ids": [1, 2]}',
-        r"line 3: the row has no labels, but other rows have them.*columns=.*input_ids",
-    ),
-    "floats": (
-        '{"input_ids": [1, 2.5], "labels": [1, 2]}',
-        r"line 3: input_ids contains 2.5 \(float\), want .* integers",
-    ),
-    "strings": ('{"input_ids": [1, "a"], "labels": [1, 2]}', r"line 3: input_ids contains 'a' \(str\)"),
-    "text": (
-        '{"text": "hello there"}',
-        r"line 3: input_ids contains 'hello there' \(str\).* set the entry's type to text",
-    ),
-    "booleans": ('{"input_ids": [1, true], "labels": [1, 2]}', r"line 3: input_ids contains True \(bool\)"),
-    "nested": ('{"input_ids": [[1]], "labels": [1]}', r"line 3: input_ids contains \[1\] \(list\)"),
-    "a number": ('{"input_ids": 5, "labels": [1]}', r"line 3: input_ids contains 5 \(int\)"),
-    "beyond the vocabulary": (
-        '{"input_ids": [1, 1000], "labels": [1, 2]}',
-        r"line 3: input_ids contains the id 1000.* 1000,",
-    ),
-    "label beyond": ('{"input_ids": [1, 2], "labels": [1, 1000]}', r"line 3: labels contains the id 1000"),
-    "negative": ('{"input_ids": [1, -1], "labels": [1, 2]}', r"line 3: input_ids contains the negative id -1$"),
+    "not JSON": ('{"input_ids": [1, 2', r"is not JSON: .* at column \d+: '\{\"input_ids"),
+    "words": ("hello", r"is not JSON: Expecting value at column 1: 'hello'"),
+    "not an object": ("[1, 2]", r"is list, want one JSON object: '\[1, 2\]'"),
+    "a nested key twice": ('{"input_ids": [{"a": 1, "a": 2}], "labels": [1]}', r"has the key 'a' twice"),
+    "two objects": (GOOD + GOOD, r"is not JSON: Extra data"),
+    "not UTF-8": (b'{"input_ids": "1 \xff", "labels": [1]}', r"is not UTF-8"),
+    "other lengths": ('{"input_ids": [1, 2], "labels": [1]}', r"labels has 1 values and input_ids has 2"),
+    "no ids": ('{"ids": [1], "labels": [1]}', r"column 'input_ids' does not exist; the columns are: ids, labels"),
+    "null ids": ('{"input_ids": null, "labels": [1]}', r"column 'input_ids' is null"),
+    "no labels": ('{"input_ids": [1, 2]}', r"the row has no labels, but other rows have them.*columns=.*input_ids"),
+    "floats": ('{"input_ids": [1, 2.5], "labels": [1, 2]}', r"input_ids contains 2.5 \(float\), want .* integers"),
+    "strings": ('{"input_ids": [1, "a"], "labels": [1, 2]}', r"input_ids contains 'a' \(str\)"),
+    "text": ('{"text": "hello there"}', r"input_ids contains 'hello there' \(str\).* set the entry's type to text"),
+    "booleans": ('{"input_ids": [1, true], "labels": [1, 2]}', r"input_ids contains True \(bool\)"),
+    "nested": ('{"input_ids": [[1]], "labels": [1]}', r"input_ids contains \[1\] \(list\)"),
+    "a number": ('{"input_ids": 5, "labels": [1]}', r"input_ids contains 5 \(int\)"),
+    "beyond the vocabulary": ('{"input_ids": [1, 1000], "labels": [1, 2]}', r"input_ids contains the id 1000.* 1000,"),
+    "label beyond": ('{"input_ids": [1, 2], "labels": [1, 1000]}', r"labels contains the id 1000"),
+    "negative": ('{"input_ids": [1, -1], "labels": [1, 2]}', r"input_ids contains the negative id -1$"),
     "other mark": (
         '{"input_ids": [1, 2], "labels": [-1, 2]}',
-        r"line 3: labels contains the negative id -1 \(mark labels .* -100",
+        r"labels contains the negative id -1 \(mark labels .* -100",
     ),
-    "huge": (
-        '{"input_ids": [1, 99999999999999999999], "labels": [1, 2]}',
-        r"line 3: input_ids contains a number that exceeds",
-    ),
-    "mask": (
-        '{"input_ids": [1], "labels": [1], "attention_mask": [2]}',
-        r"line 3: attention_mask contains values other",
-    ),
+    "huge": ('{"input_ids": [1, 99999999999999999999], "labels": [1, 2]}', r"input_ids contains a number that exceeds"),
+    "mask": ('{"input_ids": [1], "labels": [1], "attention_mask": [2]}', r"attention_mask contains values other"),
 }
 
 
-@pytest.mark.parametrize("name", LINES)
-def test_a_bad_line_is_named(tmp_path, options, name):
+@pytest.mark.parametrize(("line", "message"), LINES.values(), ids=LINES)
+def test_a_bad_line_is_named(tmp_path, options, line, message):
     """Catches errors without file and line, and bad lines that pass."""
-    line, message = LINES[name]
     path = tmp_path / "rows.jsonl"
     line = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(b"\n".join([GOOD.encode(), b"", line, GOOD.encode()]) + b"\n")
     with pytest.raises(DataError, match=message) as caught:
-        prepare([DatasetEntry(str(path))], options)
+        prepare([DatasetEntry(path)], options)
     assert str(caught.value).startswith(f"{path}, line 3")
     assert not [child for child in options.prepared_path.glob("*") if child.is_dir()]
 
@@ -87,7 +62,7 @@ def test_a_bad_row_of_a_table_is_named(tmp_path, options):
         prepare([DatasetEntry(str(tmp_path / "rows.parquet"))], options)
 
 
-def test_a_missing_file_names_the_path_and_the_option(tmp_path, options, make_rows, write_jsonl):
+def test_a_missing_file_names_the_path_and_the_option(tmp_path, options):
     """Catches an error from deep inside that does not say which entry is wrong."""
     good = write_jsonl(tmp_path / "rows.jsonl", make_rows(3))
     with pytest.raises(DataError, match=r"entries\[1\].path: .*missing.jsonl does not exist"):
@@ -112,10 +87,10 @@ def test_files_that_are_not_what_they_say(tmp_path, options):
         path = tmp_path / name
         path.write_bytes(content)
         with pytest.raises(DataError, match=str(path)):
-            prepare([DatasetEntry(str(path))], options)
+            prepare([DatasetEntry(path)], options)
 
 
-def test_an_id_beyond_the_vocabulary_is_found_in_the_cache_too(tmp_path, options, make_rows, write_jsonl):
+def test_an_id_beyond_the_vocabulary_is_found_in_the_cache_too(tmp_path, options):
     """Catches data prepared for one model that another model's smaller vocabulary cannot index."""
     rows = make_rows(20)
     rows[7]["input_ids"][0] = 999
@@ -177,14 +152,14 @@ ENTRIES = [
 
 
 @pytest.mark.parametrize(("changes", "message"), ENTRIES, ids=[str(changes) for changes, _ in ENTRIES])
-def test_an_entry_that_cannot_be_is_refused(tmp_path, options, make_rows, write_jsonl, changes, message):
+def test_an_entry_that_cannot_be_is_refused(tmp_path, options, changes, message):
     """Catches an option that is accepted and ignored."""
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(3))
     with pytest.raises(DataError, match=message):
         prepare([DatasetEntry(**{"path": path, **changes})], replace(options, vocab_size=None))
 
 
-def test_options_that_cannot_be_are_refused(tmp_path, options, make_rows, write_jsonl):
+def test_options_that_cannot_be_are_refused(tmp_path, options):
     """Catches contradictions that would surface as a crash much later."""
     entry = DatasetEntry(str(write_jsonl(tmp_path / "rows.jsonl", make_rows(10))))
     for changes, message in (
@@ -210,7 +185,7 @@ def test_a_selected_column_that_is_not_one_number_per_token_is_refused(prepare_r
         prepare_rows(rows, columns=("input_ids", "weight"))
 
 
-def test_per_token_columns_that_some_datasets_lack_are_refused(tmp_path, text_options, write_jsonl):
+def test_per_token_columns_that_some_datasets_lack_are_refused(tmp_path, text_options):
     """Catches weights that are dropped because another dataset comes first, and a crash in the middle of training."""
     ids = DatasetEntry(
         str(write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": [1, 2], "w": [0.5, 1.0]}])), columns=("input_ids", "w")
@@ -229,4 +204,4 @@ def test_a_key_twice_in_an_array_is_named(tmp_path, options):
     path = tmp_path / "rows.json"
     path.write_text('[{"input_ids": [1, 2]}, {"input_ids": [1], "input_ids": [2]}]')
     with pytest.raises(DataError, match=r"rows.json, element 1 \(the first is 0\) has the key 'input_ids' twice"):
-        prepare([DatasetEntry(str(path))], options)
+        prepare([DatasetEntry(path)], options)

@@ -12,7 +12,7 @@ def document(ids, labels=None):
 
 
 def test_labels_are_shifted_inside_each_document():
-    """Catches a document's last position predicting the next document's first token."""
+    """Catches a last position that predicts the next document's first token, and a count of labels before the shift."""
     batch = collate([document([1, 2, 3]), document([4]), document([5, 6], [IGNORE, 6])], pad_to_multiple_of=8)
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 0, 0]
     assert batch.labels.tolist() == [2, 3, IGNORE, IGNORE, 6, IGNORE, IGNORE, IGNORE]
@@ -20,13 +20,6 @@ def test_labels_are_shifted_inside_each_document():
     assert batch.cu_seqlens.tolist() == [0, 3, 4, 6, 8]
     assert batch.lengths == (3, 1, 2, 2)
     assert (batch.num_tokens, batch.num_trained_tokens) == (6, 3)
-
-
-def test_the_first_label_of_a_document_is_never_trained():
-    """Catches a count of trained tokens taken before the shift: the divisor would be wrong."""
-    batch = collate([document([7, 8], [7, IGNORE])])
-    assert batch.num_trained_tokens == 0
-    assert batch.labels.tolist() == [IGNORE, IGNORE]
 
 
 @pytest.mark.parametrize("multiple", [1, 3, 6, 7, 128])

@@ -9,6 +9,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
+from data_files import write_as, write_table
 from xorl.data import DataError, DatasetEntry, prepare
 from xorl.data.stream import check_first_samples, read_sample
 
@@ -27,21 +28,13 @@ def write_repeated(kind, folder):
     elif kind in ("json", "jsonl"):
         row = '{"question": "q", "answer": "first", "answer": "second"}'
         path.write_text(f"[{row}]" if kind == "json" else f"{row}\n")
-    elif kind == "feather":
-        pa.feather.write_feather(table, path)
-    elif kind == "arrow stream":
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-    elif kind == "arrow":
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
     elif kind == "parquet nested":
         struct = pa.StructArray.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["answer", "answer"])
         plain = [pa.array(["q"]), pa.array(["a"])]
         table = pa.Table.from_arrays([*plain, struct], names=["question", "answer", "extra"])
-        pa.parquet.write_table(table, path)
+        write_table("parquet", path, table)
     else:
-        pa.parquet.write_table(table, path)
+        write_table(kind, path, table)
     return path
 
 
@@ -53,7 +46,7 @@ def test_a_repeated_column_is_refused_in_every_format(text_stream, text_options,
     """Catches two columns of one name of which the last is trained, prepared or streamed."""
     path = write_repeated(kind, tmp_path)
     with pytest.raises(DataError, match=r"rows.*'(extra\.)?answer' twice"):
-        prepare([DatasetEntry(str(path), type="prompt_completion")], text_options)
+        prepare([DatasetEntry(path, type="prompt_completion")], text_options)
     with pytest.raises(DataError, match=r"rows.*'(extra\.)?answer' twice"):
         read_sample(text_stream(path, type="prompt_completion"), 1)
 
@@ -63,8 +56,8 @@ def test_a_repeated_column_of_token_rows_is_refused(text_options, tmp_path):
     for key in ("input_ids", "labels", "other"):
         path = tmp_path / "rows.jsonl"
         path.write_text(f'{{"input_ids": [1, 2], "{key}": [1, 2], "{key}": [3, 4]}}\n')
-        with pytest.raises(DataError, match=r"rows.jsonl, line 1 has the key '.*' twice"):
-            prepare([DatasetEntry(str(path))], text_options)
+        with pytest.raises(DataError, match=rf"rows.jsonl, line 1 has the key '{key}' twice in one object; remove one"):
+            prepare([DatasetEntry(path)], text_options)
 
 
 def test_columns_without_names_may_be_repeated(texts, tmp_path):
@@ -81,18 +74,18 @@ def test_files_in_utf16_are_named(text_options, tmp_path):
         for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32"):
             path.write_bytes(text.encode(encoding))
             with pytest.raises(DataError, match=rf"{name} is UTF-16 or UTF-32, want UTF-8; convert"):
-                prepare([DatasetEntry(str(path), type="text")], text_options)
+                prepare([DatasetEntry(path, type="text")], text_options)
 
 
 @pytest.fixture
-def unused_in(text_options, text_stream, write_as, tmp_path, caplog):
+def unused_in(text_options, text_stream, tmp_path, caplog):
     """Returns the columns and keys that are named as not used: in the log and the receipt, prepared and streamed."""
 
     def found(rows, *, file="jsonl", **entry):
         path = write_as(file, tmp_path, rows) if isinstance(rows, list) else rows
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            [receipt] = prepare([DatasetEntry(str(path), **entry)], text_options).receipt.datasets
+            [receipt] = prepare([DatasetEntry(path, **entry)], text_options).receipt.datasets
         lines = [message for message in caplog.messages if "not used" in message]
         named = receipt.findings.unused
         expected = [f"{path}: columns and message keys that are not used: {', '.join(named)}"] if named else []
@@ -104,7 +97,7 @@ def unused_in(text_options, text_stream, write_as, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "feather"])
-def test_columns_and_keys_that_are_not_used_are_named(unused_in, write_template, write_as, tmp_path, kind):
+def test_columns_and_keys_that_are_not_used_are_named(unused_in, write_template, tmp_path, kind):
     """Catches columns and message keys that are dropped without a word, and used ones that are called unused."""
     other = {"id": 5, "empty": None}
     messages = [{**USER, "name": "Ann"}, {**ASSISTANT, "source": "web"}]
@@ -144,7 +137,7 @@ def test_keys_that_exclude_a_message_are_honoured(texts, key):
 @pytest.mark.parametrize(
     "key", ["mask", "loss_mask", "train_detail", "loss_scale", "response_mask", "loss_masking_spans"]
 )
-def test_keys_that_xorl_does_not_have_are_refused_by_name(texts, text_stream, write_as, tmp_path, key):
+def test_keys_that_xorl_does_not_have_are_refused_by_name(texts, text_stream, tmp_path, key):
     """Catches masks and weights of other trainers that are ignored, in a message or beside one, in every type."""
     with pytest.raises(DataError, match=rf"line 1: message 1 has the key '{key}', which masks messages or gives"):
         texts([{"messages": [USER, {**ASSISTANT, key: 0}]}], type="chat")
@@ -245,7 +238,7 @@ def test_template_variables_of_a_row_are_used(unused_in, texts, write_template, 
         texts(rows, **entry)
 
 
-def test_two_conversations_or_two_reasonings_are_refused(unused_in, texts, write_as, tmp_path):
+def test_two_conversations_or_two_reasonings_are_refused(unused_in, texts, tmp_path):
     """Catches the second of two columns or keys that mean the same, dropped without a word."""
     share = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Other"}]
     path = write_as("jsonl", tmp_path, [{"messages": [USER, ASSISTANT], "conversations": share}])
@@ -337,7 +330,7 @@ def test_content_beside_from_is_refused(texts):
 
 
 @pytest.mark.parametrize("kind", ["chat", "auto", "prompt_completion"])
-def test_messages_in_prompt_and_completion_are_one_conversation(texts, write_as, tmp_path, kind):
+def test_messages_in_prompt_and_completion_are_one_conversation(texts, tmp_path, kind):
     """Catches TRL's conversational rows that are refused, or trained on the answers of the prompt."""
     early = [USER, {"role": "assistant", "content": "Old"}, USER]
     row = {"prompt": early, "completion": [ASSISTANT], "system": "Be kind."}
@@ -366,23 +359,25 @@ def test_messages_in_prompt_and_completion_are_one_conversation(texts, write_as,
         texts([{"prompt": [USER], "completion": [USER]}], type=kind)
 
 
+ENDS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ '<|pad|> \n' if m.role == 'assistant' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
 def test_the_tokens_that_end_trained_text_are_in_the_receipt(
-    prepare_rows, write_template, text_stream, write_as, text_options, tmp_path
+    prepare_rows, write_template, text_stream, text_options, tmp_path
 ):
     """Catches an end token of a template that nobody can add to the tokens that stop generation."""
     rows = [{"messages": [USER, ASSISTANT, USER, ASSISTANT]}] * 3
     path = write_as("jsonl", tmp_path, rows)
-    template = write_template(
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ '<|pad|> \n' if m.role == 'assistant' }}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
+    template = write_template(ENDS)
     expected = {"assistant": {"<|pad|>": 6}, "all": {"<|pad|>": 3}, "last_turn": {"<|pad|>": 3}}
     for train_on, tokens in expected.items():
         entry = {"type": "chat", "chat_template": template, "train_on": train_on}
         for _ in range(2):  # prepared, and loaded
-            assert prepare([DatasetEntry(str(path), **entry)], text_options).receipt.end_tokens == tokens
-        stream = check_first_samples(text_stream(path, **entry))
-        assert stream.findings[0].end_tokens == tokens
+            assert prepare_rows(rows, text_options, **entry).receipt.end_tokens == tokens
+        assert check_first_samples(text_stream(path, **entry)).findings[0].end_tokens == tokens
     prompts = prepare_rows([{"prompt": "a", "completion": "b"}], text_options, type="auto")
     assert prompts.receipt.end_tokens == {"<|end|>": 1}
     assert prepare_rows([{"input_ids": np.arange(5).tolist()}], text_options).receipt.end_tokens == {}

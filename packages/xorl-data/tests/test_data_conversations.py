@@ -2,6 +2,7 @@
 
 import pytest
 
+from data_files import write_jsonl
 from xorl.data import DataError, DatasetEntry, prepare
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -33,11 +34,12 @@ def chat(texts, write_template):
     return found
 
 
-def test_lines_of_windows_and_marks_at_the_beginning_are_no_text(texts, tmp_path):
-    """Catches a carriage return that every document ends with, and a byte order mark that the first begins with."""
+@pytest.mark.parametrize("kind", ["text", "auto"])
+def test_lines_of_windows_and_marks_at_the_beginning_are_no_text(texts, tmp_path, kind):
+    """Catches lines read as token ids, a carriage return at their ends, and a byte order mark in the first one."""
     path = tmp_path / "rows.txt"
     path.write_bytes(b"\xef\xbb\xbfOne.\r\n\r\nTwo.\r\nThree")
-    assert [text for text, _ in texts(path, type="text")] == ["One.<|end|>", "Two.<|end|>", "Three<|end|>"]
+    assert [text for text, _ in texts(path, type=kind)] == ["One.<|end|>", "Two.<|end|>", "Three<|end|>"]
 
 
 def test_half_a_character_and_bytes_that_are_none_are_named(text_options, tmp_path):
@@ -95,10 +97,9 @@ SPELLINGS = (
 
 
 @pytest.mark.parametrize("written", [WRITTEN, SPELLINGS[0]])
-@pytest.mark.parametrize("name", CALLED)
-def test_tool_calls_are_read_in_every_spelling(chat, name, written):
+@pytest.mark.parametrize(("messages", "call"), CALLED.values(), ids=CALLED)
+def test_tool_calls_are_read_in_every_spelling(chat, messages, call, written):
     """Catches a call that is lost, which teaches to say nothing, and a template of a known family that is refused."""
-    messages, call = CALLED[name]
     expected = (f"{HEAD}{call}{TAIL}", [f"{call}<|end|>", "Hello<|end|>"])
     assert chat(messages, written) == expected
 
@@ -125,10 +126,9 @@ BAD_CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_a_bad_call_is_named(chat, name):
+@pytest.mark.parametrize(("message", "words"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_a_bad_call_is_named(chat, message, words):
     """Catches arguments that mean nothing and are written all the same."""
-    message, words = BAD_CALLS[name]
     with pytest.raises(DataError, match=rf"line 1: {words}"):
         chat([USER, message, RESULT, ASSISTANT])
 
@@ -188,7 +188,7 @@ def test_variables_of_a_template_are_given_by_name(texts, write_template):
 
 
 def test_a_template_that_writes_the_day_is_said_to_and_not_streamed(
-    texts, text_stream, write_template, tmp_path, write_jsonl, caplog
+    texts, text_stream, write_template, tmp_path, caplog
 ):
     """Catches a stream that is another one when it is resumed tomorrow."""
     template = write_template(VARIABLES + CALLS.replace("WRITTEN", WRITTEN))
@@ -261,10 +261,9 @@ COVERING = {
 
 
 @pytest.mark.parametrize("train_on", [None, "assistant", "last_turn"])
-@pytest.mark.parametrize("name", COVERING)
-def test_generation_blocks_around_other_messages_are_refused(texts, write_template, name, train_on):
+@pytest.mark.parametrize(("source", "num_blocks"), COVERING.values(), ids=COVERING)
+def test_generation_blocks_around_other_messages_are_refused(texts, write_template, source, num_blocks, train_on):
     """Catches the user's text that is trained because the template marks it, as many blocks as answers included."""
-    source, num_blocks = COVERING[name]
     rows = [{"messages": [USER, ASSISTANT, USER, ASSISTANT]}]
     said = rf"line 1: .*own.jinja marks {num_blocks} generation blocks for 2 assistant messages.* message 0, .* user;"
     with pytest.raises(DataError, match=said):

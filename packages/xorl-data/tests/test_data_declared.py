@@ -68,11 +68,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_clone_is_read_as_datasets_reads_it(names_in, tmp_path, case, monkeypatch):
+@pytest.mark.parametrize(("files", "configs", "entry", "expected"), CASES.values(), ids=CASES)
+def test_a_clone_is_read_as_datasets_reads_it(names_in, tmp_path, files, configs, entry, expected, monkeypatch):
     """Catches test rows, other configs and raw files that are trained on, although the README leaves them out."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    files, configs, entry, expected = CASES[case]
     folder = clone(tmp_path / "clone", files, configs)
     assert names_in(folder, **entry) == expected
     theirs = datasets.load_dataset(str(folder), entry.get("name"), split=entry.get("split", "train"))
@@ -99,10 +98,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_readme_does_not_declare_is_refused(text_options, tmp_path, case):
+@pytest.mark.parametrize(("configs", "entry", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_a_readme_does_not_declare_is_refused(text_options, tmp_path, configs, entry, message):
     """Catches a config, split or delimiter that is ignored, and errors that do not name the option."""
-    configs, entry, message = REFUSED[case]
     folder = clone(tmp_path / "clone", ["a.jsonl", "b.jsonl", "c/d.jsonl", "en/a.jsonl", "de/a.jsonl"], configs)
     (folder / "a.csv").write_text("text;other\nx;1\n")
     with pytest.raises(DataError, match=message):

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from data_files import make_rows
 from xorl.data import DataError
 from xorl.data.chunks import LoadedChunk
 from xorl.data.formats import TokenizedFormat
@@ -26,7 +27,7 @@ def documents(encoded):
 
 @pytest.mark.parametrize("overflow", ["truncate", "drop", "split"])
 @pytest.mark.parametrize("columns", [None, ("input_ids",), ("weight", "input_ids", "labels", "attention_mask")])
-def test_the_vectorised_way_agrees_with_the_plain_one(make_rows, overflow, columns):
+def test_the_vectorised_way_agrees_with_the_plain_one(overflow, columns):
     """Catches a fast path that means something else than the code that the errors come from."""
     for seed in range(5):
         rng = np.random.default_rng(seed)

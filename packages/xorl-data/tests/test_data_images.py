@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from data_files import write_jsonl, write_tokenizer
 from pictures import PLACEHOLDER, SETTINGS, picture
 from xorl.data import DataError, DataPlan, DatasetEntry, StepLoader, pack, prepare
 from xorl.data.batch import COORDINATES, IGNORE
@@ -37,19 +38,24 @@ def ask(*images, text="What is it?", answer="A cat.") -> list[dict]:
     return [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
 
 
+def asked(*images, **words) -> dict[str, list[dict]]:
+    """The row of such a conversation."""
+    return {"messages": ask(*images, **words)}
+
+
 def in_row(content: bytes) -> dict[str, str]:
     """The part of a message that holds a file."""
     return {"base64": base64.b64encode(content).decode()}
 
 
 @pytest.fixture
-def image_options(text_options, tmp_path, write_tokenizer):
+def image_options(text_options, tmp_path):
     folder = write_tokenizer(tmp_path / "images_tokenizer", template=TEMPLATE)
     return replace(text_options, tokenizer_folder=folder, images=SETTINGS)
 
 
 @pytest.fixture
-def prepared(image_options, tmp_path, write_jsonl):
+def prepared(image_options, tmp_path):
     """Prepares rows of a file in a folder with the files a.png (24 x 16) and b.png (16 x 32)."""
 
     def prepared_with(rows, options=image_options, **entry):
@@ -64,14 +70,14 @@ def prepared(image_options, tmp_path, write_jsonl):
 
 DATA_URI = "data:image/png;base64," + in_row(picture())["base64"]
 SPELLINGS = {
-    "part with a path": {"messages": ask({"path": "a.png"})},
-    "part with an image": {"messages": ask({"image": "a.png"})},
+    "part with a path": asked({"path": "a.png"}),
+    "part with an image": asked({"image": "a.png"}),
     "column": {"messages": ask({}), "images": ["a.png"]},
     "one image in the column": {"messages": ask({}), "images": "a.png"},
     "object in the column": {"messages": ask({}), "images": [{"path": "a.png", "bytes": None}]},
-    "data URI": {"messages": ask({"url": DATA_URI})},
-    "base64": {"messages": ask(in_row(picture()))},
-    "part of OpenAI": {"messages": ask({"type": "image_url", "image_url": {"url": DATA_URI}})},
+    "data URI": asked({"url": DATA_URI}),
+    "base64": asked(in_row(picture())),
+    "part of OpenAI": asked({"type": "image_url", "image_url": {"url": DATA_URI}}),
     "ShareGPT": {
         "conversations": [{"from": "human", "value": "<image>What is it?"}, {"from": "gpt", "value": "A cat."}],
         "images": ["a.png"],
@@ -134,9 +140,9 @@ def loader_of(documents, images=SETTINGS, method="sequential", **options):
 def test_a_batch_has_the_patches_and_coordinates_of_its_documents(prepared, num_workers):
     """Catches images in another order than their tokens, and coordinates that go on from the document before."""
     rows = [
-        {"messages": ask({"path": "b.png"}, {"path": "a.png"})},
-        {"messages": ask(text="No image.")},
-        {"messages": ask({"path": "a.png"}, answer="A dog.")},
+        asked({"path": "b.png"}, {"path": "a.png"}),
+        asked(text="No image."),
+        asked({"path": "a.png"}, answer="A dog."),
     ]
     documents = prepared(rows)
     [[_, [batch]]] = loader_of(documents, num_workers=num_workers).steps()
@@ -160,7 +166,7 @@ def test_a_batch_has_the_patches_and_coordinates_of_its_documents(prepared, num_
 
 def test_a_batch_without_images_has_one_that_no_token_stands_for(prepared):
     """Catches a rank that does not encode while others do."""
-    documents = prepared([{"messages": ask(text="No image.")}])
+    documents = prepared([asked(text="No image.")])
     [[_, [batch]]] = loader_of(documents).steps()
     assert batch.images.num_images == 0
     assert batch.images.grids == ((2, 2),)
@@ -207,9 +213,8 @@ def test_no_image_is_cut(prepared, image_options, limit):
 def test_a_document_whose_images_are_all_cut_is_text(prepared, image_options):
     """Catches a row that has to be encoded for images that are no longer there, or that counts as one with images."""
     options = replace(image_options, strict=False)
-    asked = {"role": "user", "content": "Hi"}
-    row = {"messages": [asked, ask()[1], *ask({"path": "a.png"}, {"path": "b.png"})]}
-    documents = prepared([row, {"messages": ask(text="Why?")}], options, max_seq_len=20, overflow="truncate")
+    row = {"messages": [{"role": "user", "content": "Hi"}, ask()[1], *ask({"path": "a.png"}, {"path": "b.png"})]}
+    documents = prepared([row, asked(text="Why?")], options, max_seq_len=20, overflow="truncate")
     total = documents.receipt.total
     assert (total.images, total.cut_images, total.image_tokens) == (2, 2, 14)
     assert documents.images(0) == []
@@ -222,12 +227,12 @@ def test_a_document_whose_images_are_all_cut_is_text(prepared, image_options):
 def test_long_samples_with_images_are_not_split(prepared):
     """Catches the second part of a conversation whose image is in the first."""
     with pytest.raises(DataError, match=r"line 1: 6\d tokens with images, more than .* set overflow to truncate"):
-        prepared([{"messages": ask({"path": "a.png"}, text="x" * 40)}], max_seq_len=32, overflow="split")
+        prepared([asked({"path": "a.png"}, text="x" * 40)], max_seq_len=32, overflow="split")
 
 
 def test_an_image_is_shown_as_one_segment(prepared, image_options):
     """Catches a wall of placeholders where an image is, and text behind it that is lost."""
-    documents = prepared([{"messages": ask({"path": "a.png"})}])
+    documents = prepared([asked({"path": "a.png"})])
     tokenizer = load_tokenizer(image_options.tokenizer_folder)
     parts = text_segments(*documents.document(0), tokenizer, documents.images(0))
     [shown] = [part.text for part in parts if part.text.startswith("[image")]
@@ -255,7 +260,7 @@ def test_a_receipt_counts_images(prepared, image_options):
         picture(24, 16, kind="BMP"),
     ]
     parts = list(map(in_row, files))
-    rows = [{"messages": ask(*parts[:7])}, {"messages": ask(text="No image.")}, {"messages": ask(*parts[7:])}]
+    rows = [asked(*parts[:7]), asked(text="No image."), asked(*parts[7:])]
     documents = prepared(rows, replace(image_options, strict=False), max_seq_len=47, overflow="truncate")
     total = documents.receipt.total
     kept = [image for index in range(len(documents)) for image in documents.images(index)]
@@ -269,49 +274,45 @@ def test_a_receipt_counts_images(prepared, image_options):
 
 
 BAD = {
-    "missing": ({"messages": ask({"path": "gone.png"})}, r"gone\.png.*No such file"),
-    "outside": ({"messages": ask({"path": "../../secret.png"})}, r"outside of .* set images\.root"),
-    "URL": ({"messages": ask({"url": "https://example.com/a.png"})}, r"example\.com.* is not downloaded"),
-    "not an image": ({"messages": ask(in_row(b"hello"))}, r"bytes in the row: the image is not a file that can"),
-    "cut file": (
-        {"messages": ask(in_row(picture(100, 80)[:40]))},
-        "not a file that can be read|cannot be decoded",
-    ),
+    "missing": (asked({"path": "gone.png"}), r"gone\.png.*No such file"),
+    "outside": (asked({"path": "../../secret.png"}), r"outside of .* set images\.root"),
+    "URL": (asked({"url": "https://example.com/a.png"}), r"example\.com.* is not downloaded"),
+    "not an image": (asked(in_row(b"hello")), r"bytes in the row: the image is not a file that can"),
+    "cut file": (asked(in_row(picture(100, 80)[:40])), "not a file that can be read|cannot be decoded"),
     "cut pixels": (
-        {"messages": ask(in_row(picture(100, 80)[:-2000]))},
+        asked(in_row(picture(100, 80)[:-2000])),
         "bytes in the row: the image cannot be decoded: image file is truncated",
     ),
-    "too long": ({"messages": ask(in_row(picture(402, 2)))}, "402 x 2 pixels, and one side may be at most 200 times"),
+    "too long": (asked(in_row(picture(402, 2))), "402 x 2 pixels, and one side may be at most 200 times"),
     "16 bits": (
-        {"messages": ask(in_row(picture(8, 8)), {"path": "deep.png"})},
+        asked(in_row(picture(8, 8)), {"path": "deep.png"}),
         r"deep\.png: the image has values of the kind 'I;16'",
     ),
     "too few": ({"messages": ask({}, {}), "images": ["a.png"]}, "2 places for images, and the column of images 1"),
     "too many": ({"messages": ask(), "images": ["a.png"]}, "0 places for images, and the column of images 1"),
     "literal placeholder": (
-        {"messages": ask({"path": "a.png"}, text="I see <|pad|>")},
+        asked({"path": "a.png"}, text="I see <|pad|>"),
         "the text has 2 placeholders of images, and the row 1 images",
     ),
     "literal placeholder alone": (
-        {"messages": ask(text="I see <|pad|>")},
+        asked(text="I see <|pad|>"),
         "the text has 1 placeholders of images, and the row 0 images",
     ),
     "video": (
         {"messages": [{"role": "user", "content": [{"type": "video"}]}, {"role": "assistant", "content": "B"}]},
         "a part that is of the type 'video', which xorl does not support",
     ),
-    "no base64": ({"messages": ask({"base64": "%%%"})}, "not valid base64"),
+    "no base64": (asked({"base64": "%%%"}), "not valid base64"),
     "number": ({"messages": ask({}), "images": [3]}, "an image is int, want a path, bytes or a data URI"),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_an_unusable_image_names_row_and_file(prepared, image_options, tmp_path, case):
+@pytest.mark.parametrize(("row", "message"), BAD.values(), ids=BAD)
+def test_an_unusable_image_names_row_and_file(prepared, image_options, tmp_path, row, message):
     """Catches an image that is replaced, left out, or named without its row."""
-    row, message = BAD[case]
     (tmp_path / "rows").mkdir(exist_ok=True)
     Image.fromarray(np.full((8, 8), 40000, np.uint16)).save(tmp_path / "rows" / "deep.png")
-    good = {"messages": ask({"path": "a.png"})}
+    good = asked({"path": "a.png"})
     with pytest.raises(DataError, match=rf"(?s)rows\.jsonl, line 2: .*{message}"):
         prepared([good, row])
     documents = prepared([good, row], skip_bad_rows=0.5)
@@ -328,10 +329,10 @@ def test_a_text_model_refuses_images(prepared, image_options):
     assert prepared([SPELLINGS["ShareGPT"]], options, ignore_columns=("images",)).images(0) == []
 
 
-def test_a_template_that_reads_lists_alone_gets_lists(prepared, image_options, tmp_path, write_tokenizer):
+def test_a_template_that_reads_lists_alone_gets_lists(prepared, image_options, tmp_path):
     """Catches messages of text that such a template leaves out."""
     folder = write_tokenizer(tmp_path / "lists", template=LISTS_ONLY)
-    rows = [{"messages": ask({"path": "a.png"})}, {"messages": [{"role": "user", "content": "Hi"}, ask()[1]]}]
+    rows = [asked({"path": "a.png"}), {"messages": [{"role": "user", "content": "Hi"}, ask()[1]]}]
     documents = prepared(rows, replace(image_options, tokenizer_folder=folder))
     assert documents.num_trained.tolist() == [7, 7]
     ids, labels = documents.document(0)
@@ -347,11 +348,10 @@ LATER = {
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("case", LATER)
-def test_a_file_that_is_another_one_later_stops_the_run(prepared, tmp_path, num_workers, case):
+@pytest.mark.parametrize(("content", "message"), LATER.values(), ids=LATER)
+def test_a_file_that_is_another_one_later_stops_the_run(prepared, tmp_path, num_workers, content, message):
     """Catches training on another image than the one that was counted, and an error that does not say where it is."""
-    documents = prepared([{"messages": ask({"path": "a.png"})}])
-    content, message = LATER[case]
+    documents = prepared([asked({"path": "a.png"})])
     path = tmp_path / "rows" / "a.png"
     path.unlink()
     if content is not None:
@@ -364,14 +364,14 @@ def test_a_file_that_is_another_one_later_stops_the_run(prepared, tmp_path, num_
 def test_an_image_whose_pixels_are_cut_stops_the_run(prepared, num_workers):
     """Catches an image that is grey from where its file ends."""
     content = picture(24, 16, kind="JPEG")  # whose header stands before its pixels
-    documents = prepared([{"messages": ask(text="Hi")}, {"messages": ask(in_row(content[:-200]))}])
+    documents = prepared([asked(text="Hi"), asked(in_row(content[:-200]))])
     with pytest.raises(DataError, match="document 1: bytes in the row: the image cannot be decoded"):
         next(loader_of(documents, num_workers=num_workers).steps())
 
 
 def test_images_are_read_with_the_settings_they_were_prepared_with(prepared):
     """Catches features of another number of tokens than stand for an image."""
-    documents = prepared([{"messages": ask({"path": "a.png"})}])
+    documents = prepared([asked({"path": "a.png"})])
     with pytest.raises(DataError, match=r"a\.png has 8 patches, but the prepared data has 24"):
         next(loader_of(documents, replace(SETTINGS, max_pixels=200)).steps())
 
@@ -380,8 +380,8 @@ def test_ranks_encode_large_images_at_the_same_time(prepared):
     """Catches bins that are dealt to ranks by their tokens alone: three ranks then wait for the one that encodes."""
     pictures = [in_row(picture(64, 16, seed=seed)) for seed in range(4)]
     # By their tokens, the others are more expensive than some of those with images, and cheaper than others.
-    rows = [{"messages": ask(each, text="What?" + "?" * (9 * index))} for index, each in enumerate(pictures)]
-    rows += [{"messages": ask(text="What?" + "?" * (18 + index))} for index in range(28)]
+    rows = [asked(each, text="What?" + "?" * (9 * index)) for index, each in enumerate(pictures)]
+    rows += [asked(text="What?" + "?" * (18 + index)) for index in range(28)]
     documents = prepared(rows)
     bins = Bins(np.arange(32), np.arange(33), int(documents.lengths.sum()), int(documents.lengths.max()))
     patches = documents.image_patches()
@@ -405,9 +405,9 @@ def test_ranks_encode_large_images_at_the_same_time(prepared):
 
 def test_documents_without_images_count_no_patches(prepared):
     """Catches a cost of images for text, and patches of another document after a selection."""
-    text = prepared([{"messages": ask()}, {"messages": ask(text="And now?")}])
+    text = prepared([asked(), asked(text="And now?")])
     assert text.image_patches() is None
-    mixed = prepared([{"messages": ask()}, {"messages": ask({"path": "a.png"}, {"path": "b.png"})}])
+    mixed = prepared([asked(), asked({"path": "a.png"}, {"path": "b.png"})])
     found = mixed.select(np.array([1, 0, 1]), "another order").image_patches()
     areas = [image.grid.area for image in mixed.images(int(np.flatnonzero(mixed.image_patches()[:, 0])[0]))]
     assert sorted(found[:, 0]) == [0, *[sum(areas)] * 2]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from data_files import write_tokenizer
 from xorl.data import DataError
 from xorl.data.invariants import special_ids
 
@@ -29,10 +30,9 @@ def refused(message):
     return nullcontext() if message is None else pytest.raises(DataError, match=message)
 
 
-@pytest.mark.parametrize("name", OVERFLOWS)
-def test_losses_to_length_stop_a_run_that_did_not_ask_for_them(prepare_rows, options, name):
+@pytest.mark.parametrize(("entry", "message"), OVERFLOWS.values(), ids=OVERFLOWS)
+def test_losses_to_length_stop_a_run_that_did_not_ask_for_them(prepare_rows, options, entry, message):
     """Catches data that is lost with one line of log because a length is too short for it."""
-    entry, message = OVERFLOWS[name]
     with refused(message):
         assert prepare_rows(ROWS, replace(options, bin_len=16), **entry).receipt.total.samples == 100
 
@@ -57,10 +57,9 @@ LABELS = {
 }
 
 
-@pytest.mark.parametrize("name", LABELS)
-def test_labels_that_are_not_aligned_stop_a_run(prepare_rows, name):
+@pytest.mark.parametrize(("labels", "message"), LABELS.values(), ids=LABELS)
+def test_labels_that_are_not_aligned_stop_a_run(prepare_rows, labels, message):
     """Catches labels that were shifted before, after which a model learns to skip every other token."""
-    labels, message = LABELS[name]
     with refused(message):
         assert len(prepare_rows([{"input_ids": IDS, "labels": labels}] * 2)) == 2
 
@@ -77,7 +76,7 @@ def test_prompts_that_are_trained_unasked_stop_a_run(prepare_rows, text_options)
     assert prepare_rows(rows, text_options, type=kind, train_on="all").receipt.total.samples == 5
 
 
-def test_a_document_ends_once_and_says_where_it_cannot(prepare_rows, tmp_path, text_options, write_tokenizer, caplog):
+def test_a_document_ends_once_and_says_where_it_cannot(prepare_rows, tmp_path, text_options, caplog):
     """Catches a second EOS after one that the data holds already, and documents without any that nobody hears of."""
     rows, answers = [{"text": "ab"}, {"text": "ab<|end|>"}], [{"prompt": "abc", "completion": "d<|end|>"}]
     assert prepare_rows(rows, text_options, type="text").lengths.tolist() == [3, 3]
@@ -126,10 +125,9 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize("name", SPECIAL)
-def test_tokenizer_and_model_agree_about_special_tokens(prepare_rows, text_options, name):
+@pytest.mark.parametrize(("hf_config", "message"), SPECIAL.values(), ids=SPECIAL)
+def test_tokenizer_and_model_agree_about_special_tokens(prepare_rows, text_options, hf_config, message):
     """Catches a model that is taught one end token and is served with another, and never stops."""
-    hf_config, message = SPECIAL[name]
     options = replace(text_options, model_special_ids=special_ids(hf_config))
     with refused(message):
         assert len(prepare_rows([{"text": "abc"}], options, type="text")) == 1

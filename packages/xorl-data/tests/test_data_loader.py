@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from data_files import make_rows
 from xorl.data import DataPlan, StepLoader, pack
 
 
 @pytest.fixture
-def prepared(prepare_rows, make_rows):
+def prepared(prepare_rows):
     """Documents of a file, their bins, and a function that makes loaders over them."""
     documents = prepare_rows(make_rows(150))
     bins = pack(documents.lengths, bin_len=64)

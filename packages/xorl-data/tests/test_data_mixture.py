@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from data_files import make_rows, rows_of, write_jsonl
 from xorl.data import DataError, DatasetEntry, prepare, split_documents
 from xorl.data.mixture import Share, num_drawn
 
 
 @pytest.fixture
-def entries(tmp_path, make_rows, write_jsonl):
+def entries(tmp_path):
     """Three datasets of 60, 30 and 10 rows, each with a first id that tells it."""
 
     def make(*changes):
@@ -61,7 +62,7 @@ def test_every_document_comes_as_often_as_any_other_of_its_dataset(entries, opti
     assert [Counter(count.values()) for count in counts] == [{3: 30, 2: 30}, {1: 30}, {1: 5}]
 
 
-def test_the_mixture_is_a_function_of_data_shares_and_seed(entries, options, rows_of):
+def test_the_mixture_is_a_function_of_data_shares_and_seed(entries, options):
     """Catches a draw that changes between starts, or an order that claims to be another's."""
     weights = ({"weight": 3}, {"weight": 2}, {"weight": 1})
     shuffled = replace(options, shuffle_merged=True, shuffle_before_merging=True)
@@ -78,7 +79,7 @@ def test_the_mixture_is_a_function_of_data_shares_and_seed(entries, options, row
     assert "drawn=50" in first.receipt.lines()[0]
 
 
-def test_what_a_mixture_repeats_is_not_held_out_and_trained_on(entries, options, rows_of):
+def test_what_a_mixture_repeats_is_not_held_out_and_trained_on(entries, options):
     """Catches a held-out loss that falls because a copy of the document is trained on."""
     documents = prepare(entries({"num_epochs": 3}, {"num_epochs": 0.5}, {}), options)
     train, held_out = split_documents(documents, 0.2, seed=1)

@@ -8,13 +8,14 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from data_files import make_rows, rows_of, write_jsonl
 from xorl.data import DataError, DatasetEntry, prepare
 from xorl.data import prepare as prepare_function
 from xorl.data import push as push_module
 
 
 @pytest.fixture
-def corpus(tmp_path, make_rows, write_jsonl):
+def corpus(tmp_path):
     rows = make_rows(60)
     return rows, DatasetEntry(str(write_jsonl(tmp_path / "rows.jsonl", rows)))
 
@@ -23,7 +24,7 @@ def published(options):
     return sorted(path.parent for path in options.prepared_path.glob("*/manifest.json"))
 
 
-def test_parts_are_the_whole(corpus, options, rows_of):
+def test_parts_are_the_whole(corpus, options):
     """Catches rows lost between parts, and an order that depends on how the data was prepared."""
     _, entry = corpus
     shuffled = replace(options, shuffle_merged=True, shuffle_before_merging=True)
@@ -38,7 +39,7 @@ def test_parts_are_the_whole(corpus, options, rows_of):
     assert (rows_of(again), again.fingerprint) == (rows_of(expected), expected.fingerprint)
 
 
-def test_a_failure_costs_the_part_in_hand_alone(corpus, options, rows_of, monkeypatch):
+def test_a_failure_costs_the_part_in_hand_alone(corpus, options, monkeypatch):
     """Catches a preparation of days that begins anew."""
     rows, entry = corpus
     entry = replace(entry, preprocess_shards=4)
@@ -63,7 +64,7 @@ def test_a_failure_costs_the_part_in_hand_alone(corpus, options, rows_of, monkey
     assert kept.items() <= times.items()
 
 
-def test_several_files_hold_the_same_documents(corpus, options, rows_of):
+def test_several_files_hold_the_same_documents(corpus, options):
     """Catches a document cut in two by the end of a file, and an order that depends on the number of files."""
     rows, entry = corpus
     expected = prepare([entry], options)
@@ -81,18 +82,6 @@ def test_several_files_hold_the_same_documents(corpus, options, rows_of):
     with pytest.raises(DataError, match=r"num_files: 61 files are more than the 60 documents; set it to 60"):
         prepare([entry], replace(options, num_files=61))
     assert [path for path in options.prepared_path.iterdir() if path.name.startswith(".")] == []
-
-
-def test_extras_and_parts_together(tmp_path, options, write_jsonl):
-    """Catches per-token columns that are cut unlike their tokens."""
-    rows = [{"input_ids": [i, i + 1, i + 2], "weight": [i / 2, 1.0, 0.25]} for i in range(1, 20)]
-    entry = DatasetEntry(
-        str(write_jsonl(tmp_path / "rows.jsonl", rows)), columns=("input_ids", "weight"), preprocess_shards=2
-    )
-    documents = prepare([entry], replace(options, num_files=3))
-    for index in range(19):
-        ids, _ = documents.document(index)
-        assert documents.extras(index)["weight"].tolist() == [ids[0] / 2, 1.0, 0.25]
 
 
 class Hub:
@@ -117,7 +106,7 @@ class Hub:
             target.write_bytes(path.read_bytes())
 
 
-def test_what_was_pushed_is_read_back_as_it_was(corpus, options, rows_of, tmp_path, monkeypatch):
+def test_what_was_pushed_is_read_back_as_it_was(corpus, options, tmp_path, monkeypatch):
     """Catches an upload that is not what is trained on, that comes twice, or that is made without the token."""
     calls = []
     monkeypatch.setattr(push_module, "HfApi", Hub(tmp_path / "hub", calls))

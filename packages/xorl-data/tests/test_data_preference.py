@@ -15,21 +15,15 @@ GOOD_TEXT = "<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n"
 BAD_TEXT = "<|user|>Hi<|end|>\n<|assistant|>No<|end|>\n"
 MESSAGES = (GOOD_TEXT + BAD_TEXT, ["Hello<|end|>", "No<|end|>"])
 TURN = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}, USER]
+SUM = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+SUM_TEXT = ("2+2=4<|end|>2+2=5<|end|>", ["4<|end|>", "5<|end|>"])
 SAMPLES = {
-    "text": (
-        {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
-        {},
-        ("2+2=4<|end|>2+2=5<|end|>", ["4<|end|>", "5<|end|>"]),
-    ),
-    "recognised": (
-        {"prompt": "2+2=", "chosen": "4", "rejected": "5", "score": 1},
-        {"type": "auto"},
-        ("2+2=4<|end|>2+2=5<|end|>", ["4<|end|>", "5<|end|>"]),
-    ),
+    "text": (SUM, {}, SUM_TEXT),
+    "recognised": ({**SUM, "score": 1}, {"type": "auto"}, SUM_TEXT),
     "other columns": (
         {"question": "2+2=", "good": "4", "bad": "5"},
         {"column_names": {"prompt": "question", "chosen": "good", "rejected": "bad"}},
-        ("2+2=4<|end|>2+2=5<|end|>", ["4<|end|>", "5<|end|>"]),
+        SUM_TEXT,
     ),
     "messages": ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {}, MESSAGES),
     "the prompt within the answers": ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}, MESSAGES),
@@ -51,16 +45,16 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_a_pair_is_both_answers_with_their_prompt(texts, prepare_rows, name, text_options):
+@pytest.mark.parametrize(("row", "entry", "expected"), SAMPLES.values(), ids=SAMPLES)
+def test_a_pair_is_both_answers_with_their_prompt(texts, prepare_rows, text_options, row, entry, expected):
     """Catches prompts that are trained, answers in the wrong order, and prompts lost from conversations."""
-    row, entry, (text, trained) = SAMPLES[name]
     entry = {"type": "preference", **entry}
-    assert texts([row], **entry) == [(text, trained)]
+    assert texts([row], **entry) == [expected]
     documents, tokenizer = prepare_rows([row], text_options, **entry), load_tokenizer(text_options.tokenizer_folder)
     side = documents.extras(0)[PREFERENCE]
     ids = documents.document(0)[0]
     chosen, rejected = (tokenizer.core.decode(ids[one].tolist(), False) for one in (side > 0, side < 0))
+    text, trained = expected
     assert chosen + rejected == text
     assert trained[0] in chosen
     assert trained[1] in rejected
@@ -69,35 +63,23 @@ def test_a_pair_is_both_answers_with_their_prompt(texts, prepare_rows, name, tex
 REFUSED = {
     "no rejected": ({"prompt": "a", "chosen": "b"}, {}, "column 'rejected' does not exist"),
     "no prompt": ({"chosen": [GOOD], "rejected": [BAD]}, {}, "there is no prompt"),
-    "an empty answer": ({"prompt": "a", "chosen": "b", "rejected": ""}, {}, "line 1: column 'rejected' is empty"),
-    "an empty column": (
-        {"prompt": "a", "good": "", "rejected": "b"},
-        {"column_names": {"chosen": "good"}},
-        "line 1: column 'good' is empty",
-    ),
+    "an empty answer": ({**SUM, "rejected": ""}, {}, "line 1: column 'rejected' is empty"),
+    "an empty column": ({**SUM, "good": ""}, {"column_names": {"chosen": "good"}}, "line 1: column 'good' is empty"),
     "no prompt of texts": (
         {"chosen": "a", "rejected": "b"},
         {},
         "column 'prompt' does not exist, want a string; the columns are: chosen, rejected",
     ),
-    "equal texts": ({"prompt": "a", "chosen": "b", "rejected": "b"}, {}, "line 1: the chosen .* are the same; remove"),
+    "equal texts": ({**SUM, "rejected": "4"}, {}, "line 1: the chosen .* are the same; remove"),
     "equal messages": ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, {}, "are the same"),
     "no message": ({"chosen": [USER, GOOD], "rejected": []}, {}, "column 'rejected' is an empty list"),
     "too long": (
-        {"prompt": "a", "chosen": "b" * 99, "rejected": "c"},
+        {**SUM, "chosen": "b" * 99},
         {"overflow": "error", "max_seq_len": 30},
         "or choose another overflow, such as drop$",
     ),
-    "truncation": (
-        {"prompt": "a", "chosen": "b", "rejected": "c"},
-        {"overflow": "truncate"},
-        "would separate the answers of a pair; set it to drop or error",
-    ),
-    "prompts that are trained": (
-        {"prompt": "a", "chosen": "b", "rejected": "c"},
-        {"train_on": "all"},
-        "train_on: all is not valid for type preference",
-    ),
+    "truncation": (SUM, {"overflow": "truncate"}, "would separate the answers of a pair; set it to drop or error"),
+    "prompts that are trained": (SUM, {"train_on": "all"}, "train_on: all is not valid for type preference"),
     "untrained answers": (
         {"chosen": [USER, {**GOOD, "train": False}], "rejected": [USER, BAD]},
         {},
@@ -106,27 +88,24 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_pairs_are_refused(prepare_rows, name, text_options):
+@pytest.mark.parametrize(("row", "entry", "message"), REFUSED.values(), ids=REFUSED)
+def test_pairs_are_refused(prepare_rows, row, entry, message, text_options):
     """Catches half a pair that is trained on, and options that would cut one."""
-    row, entry, message = REFUSED[name]
     with pytest.raises(DataError, match=message):
         prepare_rows([row], text_options, type="preference", **entry)
 
 
-def test_long_pairs_are_dropped_whole(prepare_rows, text_options):
+@pytest.mark.parametrize(
+    ("row", "entry", "counted"),
+    [
+        ({**SUM, "chosen": "4" * 30}, {"max_seq_len": 30, "overflow_limit": 1.0}, "dropped"),
+        ({"prompt": "a", "chosen": "b"}, {"skip_bad_rows": 0.5}, "skipped"),
+    ],
+)
+def test_pairs_are_left_out_whole_and_counted(prepare_rows, text_options, row, entry, counted):
     """Catches pairs that lose a part, and pairs that vanish without being counted."""
-    pair = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
-    rows = [*[pair] * 3, {**pair, "chosen": "4" * 30}]
-    documents = prepare_rows(rows, text_options, type="preference", max_seq_len=30, overflow_limit=1.0)
-    assert (len(documents), documents.receipt.total.dropped) == (3, 1)
-
-
-def test_bad_rows_are_skipped_whole(prepare_rows, text_options):
-    """Catches a skipped row of which one answer stays."""
-    rows = [{"prompt": "2+2=", "chosen": "4", "rejected": "5"}, {"prompt": "a", "chosen": "b"}]
-    documents = prepare_rows(rows, text_options, type="preference", skip_bad_rows=0.5)
-    assert (len(documents), documents.receipt.total.skipped) == (1, 1)
+    documents = prepare_rows([*[SUM] * 3, row], text_options, type="preference", **entry)
+    assert (len(documents), getattr(documents.receipt.total, counted)) == (3, 1)
 
 
 def test_answers_are_documents_of_a_batch(prepare_rows, text_options):

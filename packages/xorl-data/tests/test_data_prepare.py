@@ -15,6 +15,7 @@ import datasets
 import numpy as np
 import pytest
 
+from data_files import make_rows, rows_of, write_as, write_jsonl
 from full_disk import full_disk
 from xorl.data import DataError, DataFailure, DatasetEntry, PrepareOptions, pack, prepare, split_documents
 from xorl.data.saved import SavedStore
@@ -26,20 +27,10 @@ def published(options):
     return sorted(path.parent.name for path in options.prepared_path.glob("*/manifest.json"))
 
 
-def test_a_second_call_loads_what_the_first_wrote(prepare_rows, options, make_rows, rows_of):
-    """Catches a cache that is written and never hit."""
-    first, second = prepare_rows(make_rows(20)), prepare_rows(make_rows(20))
-    assert (first.receipt.datasets[0].cached, second.receipt.datasets[0].cached) == (False, True)
-    assert first.fingerprint == second.fingerprint
-    assert rows_of(first) == rows_of(second)
-    assert len(published(options)) == 1
-    assert [path.name for path in options.prepared_path.iterdir() if path.name.endswith(".json")] == []
-
-
-def test_moved_data_hits_and_one_changed_byte_misses(tmp_path, options, make_rows, write_jsonl, rows_of):
+def test_moved_data_hits_and_one_changed_byte_misses(tmp_path, options):
     """Catches training on yesterday's tokens, even where size and time of the file are as they were."""
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(20))
-    before = prepare([DatasetEntry(str(path))], options)
+    before = prepare([DatasetEntry(path)], options)
     moved = path.rename(tmp_path / "moved.jsonl")
     assert prepare([DatasetEntry(str(moved))], options).receipt.datasets[0].cached
     stat = moved.stat()
@@ -54,34 +45,33 @@ def test_moved_data_hits_and_one_changed_byte_misses(tmp_path, options, make_row
     assert rows_of(after) != rows_of(before)
 
 
-def test_options_that_decide_documents_are_part_of_the_key_and_others_are_not(
-    tmp_path, options, make_rows, write_jsonl
-):
+def test_options_that_decide_documents_are_part_of_the_key_and_others_are_not(prepare_rows, options):
     """Catches a key that misses an option, and a copy of the data for every seed."""
-    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(20))
-    prepare([DatasetEntry(path)], options)
+
+    def is_cached(options=options, **entry):
+        return prepare_rows(make_rows(20), options, **entry).receipt.datasets[0].cached
+
+    assert not is_cached()
     for changes in ({"seed": 5}, {"shuffle_merged": True}, {"vocab_size": None}, {"num_proc": 2}):
-        assert prepare([DatasetEntry(path)], replace(options, **changes)).receipt.datasets[0].cached
+        assert is_cached(replace(options, **changes))
     for entry in (
-        DatasetEntry(path, max_seq_len=8),
-        DatasetEntry(path, max_seq_len=8, overflow="split", overflow_limit=1.0),
-        DatasetEntry(path, columns=("input_ids",)),
-        DatasetEntry(path, shards=2, shards_idx=0),
-        DatasetEntry(path, shards=2, shards_idx=1),
+        {"max_seq_len": 8},
+        {"max_seq_len": 8, "overflow": "split", "overflow_limit": 1.0},
+        {"columns": ("input_ids",)},
+        {"shards": 2, "shards_idx": 0},
+        {"shards": 2, "shards_idx": 1},
     ):
-        assert not prepare([entry], options).receipt.datasets[0].cached
-    shorter = DatasetEntry(path, overflow_limit=1.0)
-    assert not prepare([shorter], replace(options, bin_len=32)).receipt.datasets[0].cached
+        assert not is_cached(**entry)
+    assert not is_cached(replace(options, bin_len=32), overflow_limit=1.0)
     assert len(published(options)) == 7
+    assert list(options.prepared_path.glob("*.json")) == []
 
 
-def test_several_datasets_are_merged_and_shuffled_by_seed(tmp_path, options, make_rows, write_jsonl, rows_of):
+def test_several_datasets_are_merged_and_shuffled_by_seed(tmp_path, options):
     """Catches rows lost in the merge, an order that ignores the seed, and shuffling that nobody asked for."""
     first, second = make_rows(30), make_rows(20, seed=1)
-    entries = [
-        DatasetEntry(str(write_jsonl(tmp_path / f"{name}.jsonl", rows)))
-        for name, rows in (("first", first), ("second", second))
-    ]
+    files = {"first.jsonl": first, "second.jsonl": second}
+    entries = [DatasetEntry(write_jsonl(tmp_path / name, rows)) for name, rows in files.items()]
     assert rows_of(prepare(entries, options)) == first + second
 
     def merged(**changes):
@@ -103,15 +93,12 @@ def test_several_datasets_are_merged_and_shuffled_by_seed(tmp_path, options, mak
     assert [row for part in parts for row in part] == first + second
 
 
-def test_the_receipt_accounts_for_every_sample(tmp_path, options, write_jsonl):
+def test_the_receipt_accounts_for_every_sample(tmp_path, options):
     """Catches samples that vanish with one line of log."""
     rows = [{"input_ids": list(range(1, n + 1))} for n in (10, 3, 20, 5)]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    entries = [
-        DatasetEntry(path, max_seq_len=8),
-        DatasetEntry(path, max_seq_len=8, overflow="drop", overflow_limit=1.0),
-    ]
-    documents = prepare([*entries, DatasetEntry(path, max_seq_len=8, overflow="split")], options)
+    limits = ({}, {"overflow": "drop", "overflow_limit": 1.0}, {"overflow": "split"})
+    documents = prepare([DatasetEntry(path, max_seq_len=8, **limit) for limit in limits], options)
     counts = [dataset.counts for dataset in documents.receipt.datasets]
     assert [(c.samples, c.kept, c.truncated, c.dropped, c.split, c.documents, c.tokens) for c in counts] == [
         (4, 4, 2, 0, 0, 4, 24),
@@ -132,7 +119,7 @@ def test_the_receipt_accounts_for_every_sample(tmp_path, options, write_jsonl):
     assert json.loads(json.dumps(receipt.as_dict()))["total"]["samples"] == 12
 
 
-def test_held_out_documents_are_drawn_once_and_by_seed(prepare_rows, make_rows, rows_of):
+def test_held_out_documents_are_drawn_once_and_by_seed(prepare_rows):
     """Catches held-out documents that are trained on, or that change between runs."""
     documents = prepare_rows(make_rows(40))
     train, held_out = split_documents(documents, 0.1, seed=3)
@@ -161,18 +148,20 @@ def test_dummy_needs_no_disk_and_is_the_same_every_time(options):
     assert tuple(other.document(0)[0].tolist()) not in distinct
 
 
-def test_selected_columns_reach_the_documents_as_extras(prepare_rows, options):
-    """Catches extras that are cut or ordered unlike their tokens."""
-    rows = [{"input_ids": [i, i + 1, i + 2], "weight": [i / 2, 1.0, 0.25]} for i in range(1, 6)]
-    shuffled = replace(options, shuffle_merged=True)
-    documents = prepare_rows(rows, shuffled, columns=("input_ids", "weight"), max_seq_len=2)
+@pytest.mark.parametrize(
+    ("entry", "changes"), [({"max_seq_len": 2}, {"shuffle_merged": True}), ({"preprocess_shards": 2}, {"num_files": 3})]
+)
+def test_selected_columns_reach_the_documents_as_extras(prepare_rows, options, entry, changes):
+    """Catches extras that are cut or ordered unlike their tokens, also in several parts and files."""
+    rows = [{"input_ids": [i, i + 1, i + 2], "weight": [i / 2, 1.0, 0.25]} for i in range(1, 20)]
+    documents = prepare_rows(rows, replace(options, **changes), columns=("input_ids", "weight"), **entry)
     assert documents.extra_names == ("weight",)
-    for index in range(5):
+    for index in range(19):
         ids, _ = documents.document(index)
-        assert documents.extras(index)["weight"].tolist() == [ids[0] / 2, 1.0]
+        assert documents.extras(index)["weight"].tolist() == [ids[0] / 2, 1.0, 0.25][: len(ids)]
 
 
-def test_labels_that_appear_late_are_told_apart_from_tokens(prepare_rows, options, rows_of, monkeypatch):
+def test_labels_that_appear_late_are_told_apart_from_tokens(prepare_rows, options, monkeypatch):
     """Catches a labels file that starts in the middle: all later labels would be shifted against their tokens."""
     monkeypatch.setattr("xorl.data.readers.CHUNK_BYTES", 100)
     plain = [{"input_ids": [i, 2, 3], "labels": [i, 2, 3]} for i in range(30)]
@@ -192,24 +181,24 @@ def test_rows_with_and_without_labels_in_far_places_are_refused(prepare_rows, mo
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
-def test_processes_change_nothing(tmp_path, options, make_rows, write_as, rows_of, monkeypatch, suffix):
+def test_processes_change_nothing(tmp_path, options, monkeypatch, suffix):
     """Catches chunks that come back from the pool in another order, and errors that lose their place on the way."""
     monkeypatch.setattr(prepare_module, "_PARALLEL_BYTES", 0)
     monkeypatch.setattr("xorl.data.readers.CHUNK_BYTES", 400)
     rows = make_rows(60)
     path = write_as(suffix[1:], tmp_path, rows)
-    alone = prepare([DatasetEntry(str(path))], options)
-    pooled = prepare([DatasetEntry(str(path))], replace(options, prepared_path=tmp_path / "other", num_proc=3))
+    alone = prepare([DatasetEntry(path)], options)
+    pooled = prepare([DatasetEntry(path)], replace(options, prepared_path=tmp_path / "other", num_proc=3))
     assert not pooled.receipt.datasets[0].cached
     assert rows_of(pooled) == rows_of(alone)
     assert pooled.fingerprint == alone.fingerprint
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:50], "oops", *lines[50:]]))
     with pytest.raises(DataError, match=f"{path}, line 51"):
-        prepare([DatasetEntry(str(path))], replace(options, num_proc=3))
+        prepare([DatasetEntry(path)], replace(options, num_proc=3))
 
 
-def test_documents_travel_by_reference(prepare_rows, make_rows, rows_of):
+def test_documents_travel_by_reference(prepare_rows):
     """Catches documents copied into every worker."""
     documents = prepare_rows(make_rows(2000))
     data = pickle.dumps(documents)
@@ -217,7 +206,7 @@ def test_documents_travel_by_reference(prepare_rows, make_rows, rows_of):
     assert rows_of(pickle.loads(data)) == rows_of(documents)  # noqa: S301  (written by this test)
 
 
-def test_a_damaged_folder_is_refused(prepare_rows, options, make_rows):
+def test_a_damaged_folder_is_refused(prepare_rows, options):
     """Catches reading beyond a file that lost its end."""
     prepare_rows(make_rows(20))
     ids = next(options.prepared_path.glob("*/input_ids.i32"))
@@ -229,7 +218,7 @@ def test_a_damaged_folder_is_refused(prepare_rows, options, make_rows):
 # skip_prepare
 
 
-def test_skipping_loads_without_looking_at_the_source(tmp_path, options, make_rows, write_jsonl, rows_of):
+def test_skipping_loads_without_looking_at_the_source(tmp_path, options):
     """Catches a skip that prepares, or that takes what was prepared for something else."""
     entries = [
         DatasetEntry(str(write_jsonl(tmp_path / f"{n}.jsonl", make_rows(10, seed=n))), max_seq_len=32) for n in (1, 2)
@@ -251,7 +240,7 @@ def test_skipping_loads_without_looking_at_the_source(tmp_path, options, make_ro
         prepare([DatasetEntry("x")], replace(skipping, prepared_path=folder, bin_len=8))
 
 
-def test_skipping_reads_a_saved_dataset_in_place(tmp_path, options, make_rows, rows_of):
+def test_skipping_reads_a_saved_dataset_in_place(tmp_path, options):
     """Catches a saved dataset that is copied, misread across its batches, or taken although it needs preparing."""
     rows = make_rows(50)
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved", num_shards=2)
@@ -295,7 +284,7 @@ def append_and_wait(self, documents):
     while not gate.exists():
         time.sleep(0.01)
 store.FlatStoreWriter.append = append_and_wait
-documents = prepare([DatasetEntry(str(path))], PrepareOptions(bin_len=64, prepared_path=prepared, num_proc=num_proc))
+documents = prepare([DatasetEntry(path)], PrepareOptions(bin_len=64, prepared_path=prepared, num_proc=num_proc))
 print("cached", documents.receipt.datasets[0].cached, documents.fingerprint, flush=True)
 """
 
@@ -311,9 +300,7 @@ def read_until(process, words):
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
-def test_a_killed_preparation_leaves_nothing_that_is_taken_for_done(
-    tmp_path, options, make_rows, write_jsonl, rows_of, num_proc
-):
+def test_a_killed_preparation_leaves_nothing_that_is_taken_for_done(tmp_path, options, num_proc):
     """Catches a half-written folder that is loaded, litter that stays, and a lock that the dead still hold."""
     rows = make_rows(200)
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -324,14 +311,14 @@ def test_a_killed_preparation_leaves_nothing_that_is_taken_for_done(
     assert published(options) == []
     assert list(options.prepared_path.glob(".*.tmp-*"))
     started = time.monotonic()
-    documents = prepare([DatasetEntry(str(path))], options)
+    documents = prepare([DatasetEntry(path)], options)
     assert time.monotonic() - started < 20
     assert rows_of(documents) == rows
     assert not documents.receipt.datasets[0].cached
     assert not list(options.prepared_path.glob(".*.tmp-*"))
 
 
-def test_two_processes_prepare_once_and_the_waiting_one_says_for_whom(tmp_path, options, make_rows, write_jsonl):
+def test_two_processes_prepare_once_and_the_waiting_one_says_for_whom(tmp_path, options):
     """Catches work done twice, and a silent wait."""
     path, gate = write_jsonl(tmp_path / "rows.jsonl", make_rows(200)), tmp_path / "gate"
     with start(path, options.prepared_path, gate) as first:
@@ -347,17 +334,17 @@ def test_two_processes_prepare_once_and_the_waiting_one_says_for_whom(tmp_path, 
     assert "appended" not in outputs[1]
 
 
-def test_progress_is_logged(tmp_path, options, make_rows, write_jsonl, caplog, monkeypatch):
+def test_progress_is_logged(tmp_path, options, caplog, monkeypatch):
     """Catches the silent first minutes of a large preparation."""
     monkeypatch.setattr(prepare_module, "_REPORT_EVERY_S", 0.0)
     caplog.set_level(logging.DEBUG, logger="xorl.data")
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(20))
-    prepare([DatasetEntry(str(path))], PrepareOptions(bin_len=64, prepared_path=options.prepared_path))
+    prepare([DatasetEntry(path)], PrepareOptions(bin_len=64, prepared_path=options.prepared_path))
     assert "phase=encode samples=20" in caplog.text
     assert f"dataset={path} cached=false" in caplog.text
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, options, make_rows, write_jsonl):
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, options):
     # Catches a write error of the clean-up in place of the message, and what was half written left on the full disk.
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(100))
     with full_disk(512), pytest.raises(DataFailure, match=r"prepared_path"):

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from data_files import make_rows, rows_of
 from xorl.data import DataError, DataFailure, DatasetEntry, downloads, prepare
 from xorl.data.remote import SCHEMES, storage_of
 
@@ -86,16 +87,17 @@ def web(monkeypatch):
 
 
 @pytest.fixture
-def corpus(make_rows):
+def corpus(web):
+    """Rows, the file of them on the server, and an entry of it."""
     rows = make_rows(200)
-    return rows, "".join(json.dumps(row) + "\n" for row in rows).encode()
+    web.files["/rows.jsonl"] = content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    return rows, content, DatasetEntry(f"{web.url}/rows.jsonl")
 
 
-def test_a_file_is_downloaded_once_and_again_when_it_changed(web, corpus, options, rows_of):
+def test_a_file_is_downloaded_once_and_again_when_it_changed(web, corpus, options):
     """Catches a download for every start, and a copy that is kept when the file on the server is another one."""
-    rows, content = corpus
-    web.files["/rows.jsonl"] = content
-    entry = DatasetEntry(f"{web.url}/rows.jsonl?key=1")
+    rows, content, entry = corpus
+    entry = DatasetEntry(f"{entry.path}?key=1")
     assert rows_of(prepare([entry], options)) == rows
     assert web.content_asked() == [None]
     assert rows_of(prepare([entry], options)) == rows
@@ -106,31 +108,29 @@ def test_a_file_is_downloaded_once_and_again_when_it_changed(web, corpus, option
 
 @pytest.mark.parametrize("ranges", [True, False])
 @pytest.mark.parametrize("head", [True, False])
-def test_a_server_in_trouble_is_asked_again(web, corpus, options, rows_of, ranges, head):
+def test_a_server_in_trouble_is_asked_again(web, corpus, options, ranges, head):
     """Catches a run that one answer of 500 ends, and a download that begins anew where it could go on."""
-    rows, content = corpus
-    web.files["/rows.jsonl"] = content
+    rows, _, entry = corpus
     web.num_failures, web.ranges, web.head = 3, ranges, head
-    assert rows_of(prepare([DatasetEntry(f"{web.url}/rows.jsonl")], options)) == rows
+    assert rows_of(prepare([entry], options)) == rows
     assert list((options.prepared_path / "downloads").glob(".*")) == []
 
 
-def test_a_lost_connection_is_continued_from_its_last_byte(web, corpus, options, rows_of):
+def test_a_lost_connection_is_continued_from_its_last_byte(web, corpus, options):
     """Catches bytes that are lost, doubled or loaded again where a connection broke."""
-    rows, content = corpus
-    web.files["/rows.jsonl"], web.drop_after = content, len(content) // 5
-    assert rows_of(prepare([DatasetEntry(f"{web.url}/rows.jsonl")], options)) == rows
+    rows, content, entry = corpus
+    web.drop_after = len(content) // 5
+    assert rows_of(prepare([entry], options)) == rows
     starts = [int(span.split("=")[1].split("-")[0]) if span else 0 for span in web.content_asked()]
     assert starts == sorted(set(starts))
     assert len(starts) >= 5
 
 
-def test_what_a_dead_server_left_is_continued_by_the_next_start(web, corpus, options, rows_of):
+def test_what_a_dead_server_left_is_continued_by_the_next_start(web, corpus, options):
     """Catches a start that throws away what the last one loaded, and one that gives up silently."""
-    rows, content = corpus
+    rows, content, entry = corpus
     half = len(content) // 2
-    web.files["/rows.jsonl"], web.drop_after, web.ranges = content, half, False
-    entry = DatasetEntry(f"{web.url}/rows.jsonl")
+    web.drop_after, web.ranges = half, False
     with pytest.raises(DataFailure, match=r"rows.jsonl ended after .* bytes; the partial file is kept"):
         prepare([entry], options)
     web.drop_after, web.ranges = None, True
@@ -139,11 +139,10 @@ def test_what_a_dead_server_left_is_continued_by_the_next_start(web, corpus, opt
     assert web.content_asked() == [f"bytes={half}-"]
 
 
-def test_a_part_of_an_old_version_is_not_continued(web, corpus, options, rows_of):
+def test_a_part_of_an_old_version_is_not_continued(web, corpus, options):
     """Catches a file whose first half is yesterday's."""
-    rows, content = corpus
-    web.files["/rows.jsonl"], web.drop_after, web.ranges = content, len(content) // 2, False
-    entry = DatasetEntry(f"{web.url}/rows.jsonl")
+    rows, content, entry = corpus
+    web.drop_after, web.ranges = len(content) // 2, False
     with pytest.raises(DataFailure):
         prepare([entry], options)
     web.files["/rows.jsonl"] = b"".join(reversed(content.splitlines(keepends=True)))
@@ -151,16 +150,16 @@ def test_a_part_of_an_old_version_is_not_continued(web, corpus, options, rows_of
     assert rows_of(prepare([entry], options)) == rows[::-1]
 
 
-def test_a_server_that_names_no_versions_serves_too(web, corpus, options, rows_of):
+def test_a_server_that_names_no_versions_serves_too(web, corpus, options):
     """Catches a plain server that cannot be read at all."""
-    rows, content = corpus
-    web.files["/rows.jsonl"], web.versions = content, False
-    assert rows_of(prepare([DatasetEntry(f"{web.url}/rows.jsonl")], options)) == rows
+    rows, _, entry = corpus
+    web.versions = False
+    assert rows_of(prepare([entry], options)) == rows
 
 
-def test_data_files_are_below_the_address_or_stand_for_themselves(web, corpus, options, rows_of):
+def test_data_files_are_below_the_address_or_stand_for_themselves(web, corpus, options):
     """Catches a list of files read in another order, and compressed ones read as they are."""
-    rows, content = corpus
+    rows, content, _ = corpus
     lines = content.splitlines(keepends=True)
     web.files = {"/a/1.jsonl": b"".join(lines[:80]), "/b/2.jsonl.xz": lzma.compress(b"".join(lines[80:]))}
     entry = DatasetEntry(f"{web.url}/a", data_files=["1.jsonl", f"{web.url}/b/2.jsonl.xz"], ds_type="json")
@@ -178,9 +177,9 @@ def test_data_files_are_below_the_address_or_stand_for_themselves(web, corpus, o
         ({"path": ".", "data_files": ["{url}/rows.jsonl", "b.json"], "ds_type": "json"}, r"must be URLs of one scheme"),
     ],
 )
-def test_an_address_that_cannot_be_read_names_the_option(web, corpus, options, entry, words):
+@pytest.mark.usefixtures("corpus")
+def test_an_address_that_cannot_be_read_names_the_option(web, options, entry, words):
     """Catches a bad address that is told by a traceback of another library."""
-    web.files["/rows.jsonl"] = corpus[1]
     values = {
         key: [item.format(url=web.url) for item in value] if isinstance(value, list) else value.format(url=web.url)
         for key, value in entry.items()
@@ -189,13 +188,12 @@ def test_an_address_that_cannot_be_read_names_the_option(web, corpus, options, e
         prepare([DatasetEntry(**values)], options)
 
 
-def test_a_copy_that_was_edited_is_noticed(web, corpus, options):
+def test_a_copy_that_was_edited_is_noticed(corpus, options):
     """Catches training on a damaged copy of a file that is whole on its server."""
-    web.files["/rows.jsonl"] = corpus[1]
-    entry = DatasetEntry(f"{web.url}/rows.jsonl")
+    _, content, entry = corpus
     prepare([entry], options)
     copy = next((options.prepared_path / "downloads").glob("*/rows.jsonl"))
-    copy.write_bytes(corpus[1].replace(b"1", b"2"))
+    copy.write_bytes(content.replace(b"1", b"2"))
     with pytest.raises(DataError, match=r"was modified after its download from http"):
         prepare([entry], options)
     copy.write_bytes(b"")

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from data_files import write_jsonl
 from xorl.data import DataError, DatasetEntry, prepare
 from xorl.data.stream import StreamLoader, StreamPlan, StreamTally, check_first_samples
 
@@ -39,7 +40,7 @@ def write(path, rows):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
 @pytest.mark.parametrize("kind", GOOD)
-def test_bad_rows_are_skipped_and_counted(text_stream, write_jsonl, text_options, tmp_path, caplog, kind, suffix):
+def test_bad_rows_are_skipped_and_counted(text_stream, text_options, tmp_path, caplog, kind, suffix):
     """Catches a run that cannot be started for one bad row, and rows that are skipped without a word."""
     rows = [row for bad in BAD[kind] for row in (GOOD[kind], GOOD[kind], GOOD[kind], bad)]
     path = write(tmp_path / f"rows.{suffix}", rows)
@@ -85,8 +86,8 @@ def test_lines_of_csv_files_with_other_numbers_of_values_are_bad_rows(text_optio
     path = tmp_path / "rows.csv"
     path.write_text("text,b\na,1\nx,y,z\nb,2\n")
     with pytest.raises(DataError, match=r"rows.csv, line 3 .* has 3 values, want 2, one for each column: 'x,y,z'"):
-        prepare([DatasetEntry(str(path), type="text")], text_options)
-    documents = prepare([DatasetEntry(str(path), type="text", skip_bad_rows=0.5)], text_options)
+        prepare([DatasetEntry(path, type="text")], text_options)
+    documents = prepare([DatasetEntry(path, type="text", skip_bad_rows=0.5)], text_options)
     assert (documents.receipt.total.skipped, len(documents)) == (1, 2)
 
 
@@ -103,7 +104,7 @@ def test_faults_that_are_not_of_one_row_are_not_skipped(prepare_rows, text_optio
         prepare_rows(rows, text_options, skip_bad_rows=1.0)
 
 
-def test_a_tally_of_a_version_with_fewer_counts_is_read(text_stream, write_jsonl, tmp_path):
+def test_a_tally_of_a_version_with_fewer_counts_is_read(text_stream, tmp_path):
     """Catches streams that cannot be resumed since a count was added."""
     stream = text_stream(write_jsonl(tmp_path / "rows.jsonl", [GOOD["text"]] * 9), type="text")
     values = StreamTally(stream).values.tolist()

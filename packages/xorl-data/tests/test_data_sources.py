@@ -9,6 +9,7 @@ import datasets
 import pyarrow as pa
 import pytest
 
+from data_files import make_rows, rows_of, write_as, write_jsonl
 from xorl.data import DataError, DatasetEntry, prepare
 from xorl.data import readers as readers_module
 from xorl.data.hub import load_hub_source
@@ -21,26 +22,26 @@ def read(source):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow"])
-def test_every_format_gives_the_same_rows(tmp_path, options, make_rows, write_as, rows_of, kind):
+def test_every_format_gives_the_same_rows(tmp_path, options, kind):
     """Catches a format whose rows come back changed, short or in another order."""
     rows = make_rows(33)
     path = write_as(kind, tmp_path / "data", rows)
-    for entry in (DatasetEntry(str(path)), DatasetEntry(str(path.parent))):
+    for entry in (DatasetEntry(path), DatasetEntry(str(path.parent))):
         documents = prepare([entry], options)
         assert rows_of(documents) == rows
         assert documents.receipt.total.samples == 33
 
 
-def test_text_lines_are_ids_separated_by_spaces_or_json(tmp_path, options, rows_of):
+def test_text_lines_are_ids_separated_by_spaces_or_json(tmp_path, options):
     """Catches text lines taken for text, and a last line lost for want of a newline."""
     path = tmp_path / "ids.txt"
     path.write_text("1 2 3\n[4, 5, 6]\n\n  7\t8 \n9 10")
-    documents = prepare([DatasetEntry(str(path))], options)
+    documents = prepare([DatasetEntry(path)], options)
     assert [row["input_ids"] for row in rows_of(documents)] == [[1, 2, 3], [4, 5, 6], [7, 8], [9, 10]]
     assert all(row["labels"] == row["input_ids"] for row in rows_of(documents))
 
 
-def test_a_saved_dataset_and_a_saved_split_are_read(tmp_path, options, make_rows, rows_of):
+def test_a_saved_dataset_and_a_saved_split_are_read(tmp_path, options):
     """Catches a change of the layout that datasets.save_to_disk writes."""
     rows, held_out = make_rows(20), make_rows(5, seed=1)
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "one", num_shards=3)
@@ -53,7 +54,7 @@ def test_a_saved_dataset_and_a_saved_split_are_read(tmp_path, options, make_rows
         prepare([DatasetEntry(str(tmp_path / "splits"), split="dev")], options)
 
 
-def test_a_hub_dataset_is_read_through_datasets(tmp_path, make_rows, write_jsonl, monkeypatch):
+def test_a_hub_dataset_is_read_through_datasets(tmp_path, monkeypatch):
     """Catches a mistake in how the library is called; a local repository stands in for the Hub."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = make_rows(11)
@@ -80,7 +81,7 @@ def test_an_unreachable_hub_is_the_environment_and_a_bare_name_a_missing_path(mo
         load_source(DatasetEntry("nobody-xyz/nothing"))
 
 
-def test_data_files_are_names_or_globs_in_the_folder(tmp_path, make_rows, write_jsonl):
+def test_data_files_are_names_or_globs_in_the_folder(tmp_path):
     """Catches files taken in another order, or a pattern that matches nothing and trains on nothing."""
     rows = make_rows(6)
     for index in range(3):
@@ -97,7 +98,7 @@ def test_data_files_are_names_or_globs_in_the_folder(tmp_path, make_rows, write_
         load_source(entry("sub/part2.data", ds_type=None))
 
 
-def test_splits_in_file_names_are_kept_apart(tmp_path, make_rows, write_jsonl):
+def test_splits_in_file_names_are_kept_apart(tmp_path):
     """Catches a folder whose test file is trained on, and a file left out because its folder says otherwise."""
     rows = make_rows(4)
     write_jsonl(tmp_path / "data" / "train-00000.jsonl", rows[:1])
@@ -122,9 +123,7 @@ def test_splits_in_file_names_are_kept_apart(tmp_path, make_rows, write_jsonl):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
-def test_shards_are_consecutive_parts_that_cover_everything(
-    tmp_path, make_rows, write_as, options, rows_of, kind, monkeypatch
-):
+def test_shards_are_consecutive_parts_that_cover_everything(tmp_path, options, kind, monkeypatch):
     """Catches rows lost or doubled between shards, also where a shard cuts through chunks."""
     monkeypatch.setattr(readers_module, "CHUNK_BYTES", 700)
     rows = make_rows(31)
@@ -136,18 +135,23 @@ def test_shards_are_consecutive_parts_that_cover_everything(
     assert [shard_range(10, 3, index) for index in range(3)] == [(0, 4), (4, 7), (7, 10)]
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".zst", ".xz"])
-def test_pieces_cover_a_file_in_order_with_true_line_numbers(tmp_path, make_rows, monkeypatch, suffix):
+COMPRESSIONS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".zst": lambda data: pa.compress(data, codec="zstd", asbytes=True),
+    ".xz": lzma.compress,
+}
+
+
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+def test_pieces_cover_a_file_in_order_with_true_line_numbers(tmp_path, monkeypatch, suffix):
     """Catches lines lost, doubled or misnumbered where chunks meet, in plain and in compressed files."""
     monkeypatch.setattr(readers_module, "CHUNK_BYTES", 500)
     rows = make_rows(40)
     text = "\ufeff" + "".join(json.dumps(row) + ("\r\n" if i % 3 else "\n\n") for i, row in enumerate(rows))
     path = tmp_path / f"rows.jsonl{suffix}"
-    write = {"": path.write_bytes, ".gz": lambda data: path.write_bytes(gzip.compress(data))}
-    write[".xz"] = lambda data: path.write_bytes(lzma.compress(data))
-    write[".bz2"] = lambda data: path.write_bytes(bz2.compress(data))
-    write[".zst"] = lambda data: path.write_bytes(pa.compress(data, codec="zstd", asbytes=True))
-    write[suffix](text.encode())
+    path.write_bytes(COMPRESSIONS[suffix](text.encode()))
     chunks = list(read_chunks(path, "json"))
     assert len(chunks) > 5
     assert [row for chunk in chunks for row in chunk.rows()] == rows
@@ -158,7 +162,7 @@ def test_pieces_cover_a_file_in_order_with_true_line_numbers(tmp_path, make_rows
     assert places == [f"{path}, line {number}" for number in numbers]
 
 
-def test_a_json_array_is_decoded_while_it_is_read(tmp_path, make_rows, monkeypatch):
+def test_a_json_array_is_decoded_while_it_is_read(tmp_path, monkeypatch):
     """Catches an array read whole into memory, and elements cut where blocks meet."""
     monkeypatch.setattr(readers_module, "CHUNK_BYTES", 97)
     rows = make_rows(25)
@@ -173,7 +177,7 @@ def test_a_json_array_is_decoded_while_it_is_read(tmp_path, make_rows, monkeypat
     assert list(read_chunks(path, "json")) == []
 
 
-def test_the_identity_is_content_not_place(tmp_path, make_rows, write_jsonl):
+def test_the_identity_is_content_not_place(tmp_path):
     """Catches a cache key that changes when data is moved, or stays when it is edited."""
     first = write_jsonl(tmp_path / "a.jsonl", make_rows(3))
     second = write_jsonl(tmp_path / "elsewhere" / "b.jsonl", make_rows(3))

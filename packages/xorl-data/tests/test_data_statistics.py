@@ -4,13 +4,14 @@ from html.parser import HTMLParser
 
 import numpy as np
 
+from data_files import make_rows, write_jsonl, write_tokenizer
 from xorl.data import DatasetEntry, pack, prepare
 from xorl.data.formats import load_tokenizer
 from xorl.data.report import html_report, text_report
 from xorl.data.statistics import NearDuplicates, dataset_statistics, fill_histogram
 
 
-def test_duplicates_beginnings_and_ends_are_counted(prepare_rows, tmp_path, text_options, write_tokenizer):
+def test_duplicates_beginnings_and_ends_are_counted(prepare_rows, tmp_path, text_options):
     """Catches an audit that says all is well of data without ends, or in which every tenth document is a copy."""
     folder = write_tokenizer(tmp_path / "bos", adds_bos=True)
     words = [" ".join(str(number * step) for number in range(40)) for step in range(1, 9)]
@@ -37,7 +38,7 @@ def test_a_near_duplicate_is_found_by_its_shingles_and_others_are_not():
     assert not near.seen_before(originals[0][:4])
 
 
-def test_the_page_holds_everything_and_needs_nothing_else(tmp_path, options, make_rows, write_jsonl):
+def test_the_page_holds_everything_and_needs_nothing_else(tmp_path, options):
     """Catches a page that loads something from elsewhere, tags left open, and names that become markup."""
     path = write_jsonl(tmp_path / "<b>rows.jsonl", make_rows(30))
     documents = prepare([DatasetEntry(str(path))], options)

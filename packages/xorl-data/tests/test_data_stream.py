@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from data_files import make_rows, write_as, write_jsonl
 from xorl.data import DataError, DatasetEntry, prepare
 from xorl.data.stream import (
     StreamLoader,
@@ -47,9 +48,9 @@ def numbered(rows, first=0):
 
 
 @pytest.fixture
-def corpus(tmp_path, make_rows, write_jsonl):
+def corpus(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", numbered(make_rows(NUM_ROWS)))
-    return DatasetEntry(str(path))
+    return DatasetEntry(path)
 
 
 def stream_of(tmp_path, *entries, **options):
@@ -94,7 +95,7 @@ def test_ranks_and_workers_change_nothing(tmp_path, corpus, small, world, num_wo
 
 
 @pytest.mark.parametrize("worlds", [(1, 1, 1), (4, 2, 8), (3, 1, 4), (8, 6, 2), "within a block"])
-def test_every_resume_goes_on_with_the_next_document(tmp_path, corpus, make_rows, write_as, small, worlds):
+def test_every_resume_goes_on_with_the_next_document(tmp_path, corpus, small, worlds):
     """Catches documents repeated or lost by a resume, five times within an epoch and once across its end."""
     if worlds == "within a block":  # of many chunks
         corpus, worlds = DatasetEntry(str(write_as("arrow", tmp_path, numbered(make_rows(NUM_ROWS))))), (3, 1, 4)
@@ -197,7 +198,7 @@ def rows_in(stream):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet", "json", "csv"])
-def test_every_format_is_cut_without_loss(tmp_path, make_rows, write_jsonl, write_as, small, kind):
+def test_every_format_is_cut_without_loss(tmp_path, small, kind):
     """Catches rows lost or doubled where a file is cut: lines by bytes, Parquet by row groups, others not at all."""
     rows = numbered(make_rows(100))
     if kind == "gz":
@@ -208,7 +209,7 @@ def test_every_format_is_cut_without_loss(tmp_path, make_rows, write_jsonl, writ
         pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
     else:
         path = write_as(kind, tmp_path, rows)
-    stream = stream_of(tmp_path, DatasetEntry(str(path)))
+    stream = stream_of(tmp_path, DatasetEntry(path))
     assert (stream.entries[0].num_blocks > 3) == (kind in ("jsonl", "parquet"))
     if kind != "csv":
         assert rows_in(stream) == dict.fromkeys(range(100), 1)
@@ -216,7 +217,7 @@ def test_every_format_is_cut_without_loss(tmp_path, make_rows, write_jsonl, writ
     assert len(steps[1]) == 24
 
 
-def test_shares_of_a_stream(tmp_path, make_rows, write_jsonl, small):
+def test_shares_of_a_stream(tmp_path, small):
     """Catches an entry that is read more or less often than its share says."""
     paths = [str(write_jsonl(tmp_path / f"{n}.jsonl", numbered(make_rows(100, seed=n), 100 * n))) for n in range(2)]
     seen = rows_in(stream_of(tmp_path, DatasetEntry(paths[0], num_epochs=2.0), DatasetEntry(paths[1])))
@@ -242,14 +243,14 @@ def test_shares_of_a_stream(tmp_path, make_rows, write_jsonl, small):
         (({}, {"num_epochs": 3.0}), [1, 3]),
     ],
 )
-def test_shares_of_files_that_are_one_block_each(tmp_path, make_rows, shuffle, shares, expected):
+def test_shares_of_files_that_are_one_block_each(tmp_path, shuffle, shares, expected):
     """Catches shares rounded to whole files: a dataset of weight 0.01 was a third of what was trained on."""
     text = "".join(json.dumps(row) + "\n" for row in make_rows(20))
     entries = []
     for number, share in enumerate(shares):
         path = tmp_path / f"{number}.jsonl.gz"
         path.write_bytes(gzip.compress(text.encode(), mtime=0))
-        entries.append(DatasetEntry(str(path), **share))
+        entries.append(DatasetEntry(path, **share))
     blocks = order.StreamOrder(stream_of(tmp_path, *entries, shuffle=shuffle))
     assert blocks.num_lanes == 1
     drawn = [blocks.block(0, place)[0] for place in range(2 * sum(expected))]
@@ -280,13 +281,13 @@ def test_what_a_stream_cannot_be_is_refused(tmp_path, corpus, small):
     assert stream_of(tmp_path, corpus).fingerprint != stream.fingerprint
 
 
-def test_a_bad_row_names_its_line(tmp_path, make_rows, write_jsonl, small):
+def test_a_bad_row_names_its_line(tmp_path, small):
     """Catches an error that tells of a block and leaves the user to search a terabyte."""
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(100))
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:60], '{"input_ids": ["a"]}', *lines[60:]]))
     with pytest.raises(DataError, match=r"rows.jsonl, line 61"):
-        read(loaders(stream_of(tmp_path, DatasetEntry(str(path)))))
+        read(loaders(stream_of(tmp_path, DatasetEntry(path))))
 
 
 def tally_of(ranks):
@@ -327,10 +328,10 @@ def test_a_tally_begins_with_counts_of_its_own_stream(tmp_path, corpus, saved, m
         StreamTally(stream_of(tmp_path, corpus), saved)
 
 
-def test_the_receipt_of_a_stream_is_that_of_preparing(tmp_path, make_rows, write_jsonl, options):
+def test_the_receipt_of_a_stream_is_that_of_preparing(tmp_path, options):
     """Catches counts that mean something else when the data is streamed, and a sample other than what is counted."""
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(300))
-    entry = DatasetEntry(str(path), max_seq_len=30)
+    entry = DatasetEntry(path, max_seq_len=30)
     expected = prepare([entry], options).receipt.total
     stream = stream_of(tmp_path, entry)
     (loader,) = loaders(stream, bins_per_step=1, num_steps=1)
@@ -368,23 +369,22 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("name", STOPS)
-def test_what_stops_prepared_data_stops_a_stream(tmp_path, write_jsonl, name):
+@pytest.mark.parametrize(("rows", "message"), STOPS.values(), ids=STOPS)
+def test_what_stops_prepared_data_stops_a_stream(tmp_path, rows, message):
     """Catches a stream that trains on nothing, on less than was given, or on ids that the model has not."""
-    rows, message = STOPS[name]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     with pytest.raises(DataError, match=message):
-        read(loaders(stream_of(tmp_path, DatasetEntry(str(path)), bin_len=16), bins_per_step=8, num_steps=80))
+        read(loaders(stream_of(tmp_path, DatasetEntry(path), bin_len=16), bins_per_step=8, num_steps=80))
     with pytest.raises(DataError, match=message):
-        check_first_samples(stream_of(tmp_path, DatasetEntry(str(path)), bin_len=16))
+        check_first_samples(stream_of(tmp_path, DatasetEntry(path), bin_len=16))
 
 
-def test_the_beginning_of_a_stream_is_judged_and_no_more(tmp_path, corpus, small, write_jsonl, caplog):
+def test_the_beginning_of_a_stream_is_judged_and_no_more(tmp_path, corpus, small, caplog):
     """Catches a stream that is read whole before it is trained on, and few long samples judged by a hundredth."""
     check_first_samples(stream_of(tmp_path, corpus))
     rows = [TRAINED] * 2000 + ["not reached"] * 5
     path = write_jsonl(tmp_path / "much.jsonl", rows)
-    check_first_samples(stream_of(tmp_path, DatasetEntry(str(path)), shuffle=False, seed=1))
+    check_first_samples(stream_of(tmp_path, DatasetEntry(path), shuffle=False, seed=1))
     many_blocks = write_jsonl(tmp_path / "blocks.jsonl", [LONG, LONG, *[SHORT] * 900])
     check_first_samples(stream_of(tmp_path, DatasetEntry(str(many_blocks)), bin_len=16))
     nothing = write_jsonl(tmp_path / "nothing.jsonl", [UNTRAINED] * 900)
@@ -395,7 +395,7 @@ def test_the_beginning_of_a_stream_is_judged_and_no_more(tmp_path, corpus, small
     assert "this would stop a run: entries[0]: no token of" in caplog.text
 
 
-def test_a_tokenizer_that_is_not_the_models_stops_a_stream(tmp_path, text_options, write_jsonl):
+def test_a_tokenizer_that_is_not_the_models_stops_a_stream(tmp_path, text_options):
     """Catches text streamed into ids that the model has not, and ends that it does not know."""
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}] * 4))
     entry, folder = DatasetEntry(path, type="text"), text_options.tokenizer_folder

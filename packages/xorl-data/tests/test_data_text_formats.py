@@ -16,6 +16,7 @@ from jinja2 import Undefined
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from data_files import write_jsonl, write_tokenizer
 from xorl.data import DataError, DatasetEntry, prepare
 from xorl.data.chunks import LoadedChunk, table_chunks
 from xorl.data.formats import load_tokenizer
@@ -26,33 +27,31 @@ USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "cont
 CHAT = {"messages": [USER, ASSISTANT, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes"}]}
 
 
-CHAT_TEXT = "<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n<|user|>And?<|end|>\n<|assistant|>Yes<|end|>\n"
+TURN = "<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n"
+CHAT_TEXT = TURN + "<|user|>And?<|end|>\n<|assistant|>Yes<|end|>\n"
 SHARE = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+AUTO, ANY_CHAT, PROMPT = ({"type": kind} for kind in ("auto", "chat", "prompt_completion"))
 SAMPLES = {
-    "chat": (CHAT, {"type": "chat"}, (CHAT_TEXT, ["Hello<|end|>", "Yes<|end|>"])),
+    "chat": (CHAT, ANY_CHAT, (CHAT_TEXT, ["Hello<|end|>", "Yes<|end|>"])),
     "last turn": (CHAT, {"type": "chat", "train_on": "last_turn"}, (CHAT_TEXT, ["Yes<|end|>"])),
     "all": (CHAT, {"type": "chat", "train_on": "all"}, (CHAT_TEXT, [CHAT_TEXT.removeprefix("<|user|>")])),
-    "recognised": (CHAT, {"type": "auto"}, (CHAT_TEXT, ["Hello<|end|>", "Yes<|end|>"])),
-    "sharegpt": (SHARE, {"type": "auto"}, ("<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n", ["Hello<|end|>"])),
+    "recognised": (CHAT, AUTO, (CHAT_TEXT, ["Hello<|end|>", "Yes<|end|>"])),
+    "sharegpt": (SHARE, AUTO, (TURN, ["Hello<|end|>"])),
     "system column": (
         {"talk": [USER, ASSISTANT], "sys": "Be kind."},
         {"type": "chat", "column_names": {"messages": "talk", "system": "sys"}},
-        ("<|system|>Be kind.<|end|>\n<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n", ["Hello<|end|>"]),
+        (f"<|system|>Be kind.<|end|>\n{TURN}", ["Hello<|end|>"]),
     ),
     "parts of text": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, ASSISTANT]},
-        {"type": "chat"},
-        ("<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n", ["Hello<|end|>"]),
+        ANY_CHAT,
+        (TURN, ["Hello<|end|>"]),
     ),
-    "prompt": ({"prompt": "2+2=", "completion": "4"}, {"type": "auto"}, ("2+2=4<|end|>", ["4<|end|>"])),
-    "alpaca": (
-        {"instruction": "Add", "input": "2 2", "output": "4"},
-        {"type": "prompt_completion"},
-        ("Add\n\n2 2\n\n4<|end|>", ["4<|end|>"]),
-    ),
+    "prompt": ({"prompt": "2+2=", "completion": "4"}, AUTO, ("2+2=4<|end|>", ["4<|end|>"])),
+    "alpaca": ({"instruction": "Add", "input": "2 2", "output": "4"}, PROMPT, ("Add\n\n2 2\n\n4<|end|>", ["4<|end|>"])),
     "alpaca without input": (
         {"instruction": "Hi", "input": "", "output": "Ho"},
-        {"type": "auto"},
+        AUTO,
         ("Hi\n\nHo<|end|>", ["Ho<|end|>"]),
     ),
     "named columns": (
@@ -65,7 +64,7 @@ SAMPLES = {
         {"type": "prompt_completion", "train_on": "all"},
         ("2+2=4<|end|>", ["+2=4<|end|>"]),
     ),
-    "text": ({"text": "One."}, {"type": "auto"}, ("One.<|end|>", ["ne.<|end|>"])),
+    "text": ({"text": "One."}, AUTO, ("One.<|end|>", ["ne.<|end|>"])),
     "text column": (
         {"body": "One."},
         {"type": "text", "column_names": {"text": "body"}},
@@ -74,14 +73,13 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_a_row_becomes_text_of_which_the_answer_is_trained(texts, name):
+@pytest.mark.parametrize(("row", "entry", "expected"), SAMPLES.values(), ids=SAMPLES)
+def test_a_row_becomes_text_of_which_the_answer_is_trained(texts, row, entry, expected):
     """Catches prompts that are trained, answers or ends that are not, and columns that are mistaken for others."""
-    row, entry, expected = SAMPLES[name]
     assert texts([row], **entry) == [expected]
 
 
-def test_a_tokenizer_that_begins_texts_with_bos_gives_exactly_one(texts, text_options, tmp_path, write_tokenizer):
+def test_a_tokenizer_that_begins_texts_with_bos_gives_exactly_one(texts, text_options, tmp_path):
     """Catches two BOS tokens, one of the data or template and one of the tokenizer, and none at all."""
     options = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "bos", adds_bos=True))
     rows = [{"text": "One."}, {"text": "<|begin|>Twice."}]
@@ -112,7 +110,7 @@ def test_an_empty_answer_trains_its_end_or_is_refused(texts, write_template):
         texts([{"messages": turns}], **entry)
 
 
-def test_pad_that_equals_eos_leaves_the_end_trained(texts, text_options, tmp_path, write_tokenizer):
+def test_pad_that_equals_eos_leaves_the_end_trained(texts, text_options, tmp_path):
     """Catches masks made of `ids == pad`, after which a model never stops."""
     options = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "pad", pad="<|end|>"))
     assert texts([CHAT], options, type="chat")[0][1] == ["Hello<|end|>", "Yes<|end|>"]
@@ -146,60 +144,33 @@ CONVERSATIONS = {
         [{"role": "user", "content": [{"type": "input_audio"}]}, ASSISTANT],
         r"message 0: content has a part that is of the type 'input_audio', which xorl does not support",
     ),
-    "weight": ([USER, {**ASSISTANT, "weight": 0.5}], r"message 1: weight must be true or false"),
     "trained user": ([{**USER, "train": True}, ASSISTANT], r"message 0 of role user sets train, but only"),
-    "arguments": (
-        [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-        r"message 1: a tool call contains arguments that are not JSON",
-    ),
-    "ignored tool": (
-        [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
-        r"chat template omits the tool call of message 1",
-    ),
 }
-
-
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_a_bad_conversation_is_named(text_options, tmp_path, write_jsonl, name):
-    """Catches conversations that are trained on although they mean nothing, and errors without file and line."""
-    messages, message = CONVERSATIONS[name]
-    path = write_jsonl(tmp_path / "rows.jsonl", [CHAT, {"messages": messages}])
-    with pytest.raises(DataError, match=message) as caught:
-        prepare([DatasetEntry(str(path), type="chat")], text_options)
-    assert str(caught.value).startswith(f"{path}, line 2: ")
 
 
 ROWS = {
+    **{name: ("chat", {"messages": messages}, message) for name, (messages, message) in CONVERSATIONS.items()},
     "no messages": (
         "chat",
         {"talk": []},
-        r"line 2: column 'messages' or 'conversations' does not exist; the columns are: talk",
+        "column 'messages' or 'conversations' does not exist; the columns are: talk",
     ),
-    "no prompt": (
-        "prompt_completion",
-        {"prompt": "a"},
-        r"line 2: want the columns prompt and completion, or instruction",
-    ),
-    "list": (
-        "prompt_completion",
-        {"prompt": [USER], "completion": "a"},
-        r"line 2: column 'prompt' is list.*type: chat",
-    ),
-    "no completion": ("prompt_completion", {"prompt": "a", "completion": ""}, r"line 2: column 'completion' is empty"),
-    "no text": ("text", {"body": "a"}, r"line 2: column 'text' does not exist, want a string; the columns are: body"),
-    "number": ("text", {"text": 5}, r"line 2: column 'text' is int, want a string"),
+    "no prompt": ("prompt_completion", {"prompt": "a"}, r"want the columns prompt and completion, or instruction"),
+    "list": ("prompt_completion", {"prompt": [USER], "completion": "a"}, r"column 'prompt' is list.*type: chat"),
+    "no completion": ("prompt_completion", {"prompt": "a", "completion": ""}, r"column 'completion' is empty"),
+    "no text": ("text", {"body": "a"}, r"column 'text' does not exist, want a string; the columns are: body"),
+    "no string": ("text", {"text": 5}, r"column 'text' is int, want a string"),
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_bad_row_of_text_is_named(text_options, tmp_path, write_jsonl, name):
-    """Catches missing columns and values that are no text, without the place of the row."""
-    kind, row, message = ROWS[name]
+@pytest.mark.parametrize(("kind", "row", "message"), ROWS.values(), ids=ROWS)
+def test_a_bad_row_of_text_is_named(text_options, tmp_path, kind, row, message):
+    """Catches rows that are trained on although they mean nothing, and errors without the place of the row."""
     good = {"text": "a", "prompt": "a", "completion": "b", **CHAT}
     path = write_jsonl(tmp_path / "rows.jsonl", [good, row])
     with pytest.raises(DataError, match=message) as caught:
-        prepare([DatasetEntry(str(path), type=kind)], text_options)
-    assert str(caught.value).startswith(f"{path}, line 2")
+        prepare([DatasetEntry(path, type=kind)], text_options)
+    assert str(caught.value).startswith(f"{path}, line 2: ")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +192,7 @@ def test_lines_that_are_lists_are_told_what_their_type_wants(text_options, tmp_p
     content = b'["a", "b"]\n["c"]\n'
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     with pytest.raises(DataError, match=said) as caught:
-        prepare([DatasetEntry(str(path), type=kind)], text_options)
+        prepare([DatasetEntry(path, type=kind)], text_options)
     assert str(caught.value).startswith(f"{path}, ")
 
 
@@ -230,7 +201,7 @@ def test_text_that_is_not_utf8_is_named(text_options, tmp_path):
     path = tmp_path / "rows.txt"
     path.write_bytes(b"good\n\xff\xfe\n")
     with pytest.raises(DataError, match=rf"{path}, line 2 is not UTF-8"):
-        prepare([DatasetEntry(str(path), type="text")], text_options)
+        prepare([DatasetEntry(path, type="text")], text_options)
 
 
 TEMPLATES = {
@@ -247,35 +218,32 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_that_cannot_be_used_is_refused(prepare_rows, write_template, text_options, name):
+@pytest.mark.parametrize(("source", "message"), TEMPLATES.values(), ids=TEMPLATES)
+def test_a_template_that_cannot_be_used_is_refused(prepare_rows, write_template, text_options, source, message):
     """Catches a mask that is guessed where the template does not tell, and a traceback of the template engine."""
-    source, message = TEMPLATES[name]
     with pytest.raises(DataError, match=message):
         prepare_rows([{"messages": [USER, ASSISTANT]}], text_options, type="chat", chat_template=write_template(source))
 
 
-def test_what_a_tokenizer_lacks_is_said(text_options, tmp_path, write_jsonl, write_tokenizer):
+def test_what_a_tokenizer_lacks_is_said(prepare_rows, text_options, tmp_path):
     """Catches an error of transformers in place of what to set."""
-    path = str(write_jsonl(tmp_path / "rows.jsonl", [CHAT]))
-    bare = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "bare", template=None))
-    with pytest.raises(DataError, match=r"tokenizer_folder: .*bare has no chat template. Set .*\[0\].chat_template"):
-        prepare([DatasetEntry(path, type="chat")], bare)
-    with pytest.raises(DataError, match=r"tokenizer_folder: .*none is not a folder \(looked at .*set a folder with"):
-        prepare([DatasetEntry(path, type="chat")], replace(text_options, tokenizer_folder=tmp_path / "none"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"tokenizer_folder: .*empty has no tokenizer that can be loaded"):
-        prepare([DatasetEntry(path, type="chat")], replace(text_options, tokenizer_folder=tmp_path / "empty"))
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(DataError, match=r"tokenizer_folder: .*weights has no tokenizer; set"):
-        prepare([DatasetEntry(path, type="auto")], replace(text_options, tokenizer_folder=tmp_path / "weights"))
-    with pytest.raises(DataError, match=r"tokenizer_folder: .*needs a tokenizer"):
-        prepare([DatasetEntry(path, type="chat")], replace(text_options, tokenizer_folder=None))
-    with pytest.raises(
-        DataError, match=r"chat_template: no.jinja is not a file .*the tokenizer's templates are: default"
+    write_tokenizer(tmp_path / "bare", template=None)
+    for name, kind, message in (
+        ("bare", "chat", r"bare has no chat template. Set .*\[0\].chat_template"),
+        ("none", "chat", r"none is not a folder \(looked at .*set a folder with"),
+        ("empty", "chat", "empty has no tokenizer that can be loaded"),
+        ("weights", "auto", "weights has no tokenizer; set"),
+        (None, "chat", "needs a tokenizer"),
     ):
-        prepare([DatasetEntry(path, type="chat", chat_template="no.jinja")], text_options)
+        options = replace(text_options, tokenizer_folder=name and tmp_path / name)
+        with pytest.raises(DataError, match=f"tokenizer_folder: .*{message}"):
+            prepare_rows([CHAT], options, type=kind)
+    said = "chat_template: no.jinja is not a file .*the tokenizer's templates are: default"
+    with pytest.raises(DataError, match=said):
+        prepare_rows([CHAT], text_options, type="chat", chat_template="no.jinja")
 
 
 ENTRIES = {
@@ -293,17 +261,14 @@ ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_options_that_a_type_does_not_have_are_refused(prepare_rows, text_options, name):
+@pytest.mark.parametrize(("entry", "message"), ENTRIES.values(), ids=ENTRIES)
+def test_options_that_a_type_does_not_have_are_refused(prepare_rows, text_options, entry, message):
     """Catches an option that is accepted and ignored."""
-    entry, message = ENTRIES[name]
     with pytest.raises(DataError, match=message):
         prepare_rows([{"a": "b"}], text_options, **entry)
 
 
-def test_everything_that_decides_the_tokens_is_part_of_the_key(
-    prepare_rows, write_template, text_options, tmp_path, write_tokenizer
-):
+def test_everything_that_decides_the_tokens_is_part_of_the_key(prepare_rows, write_template, text_options, tmp_path):
     """Catches a cache that trains on yesterday's tokens, template or mask."""
     template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
 
@@ -347,13 +312,6 @@ def test_columns_that_are_not_named_are_read_too(texts, write_template):
     rows, names = [{"talk": [USER, ASSISTANT], "tools": '[{"name": "f"}]', "other": 1}], {"messages": "talk"}
     [(text, _)] = texts(rows, file="parquet", type="chat", column_names=names, chat_template=template)
     assert text.startswith("1 tools")
-
-
-def test_each_line_of_a_text_file_is_a_document(text_options, tmp_path):
-    """Catches text files that are still read as token ids."""
-    (tmp_path / "book.txt").write_text("One.\nTwo.\n")
-    documents = prepare([DatasetEntry(str(tmp_path / "book.txt"), type="auto")], text_options)
-    assert [len(documents.document(index)[0]) for index in range(2)] == [5, 5]
 
 
 def test_a_slice_of_a_table_travels_without_the_rest():
