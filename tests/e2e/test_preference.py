@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tiny_runs import QUICKSTART, metrics_of, write_pairs
+from tiny_runs import BARE, QUICKSTART, metrics_of, run_values, write_pairs
 from xorl.ckpt.reader import source_shapes
 from xorl.config import ConfigError, config_from_mapping, load_config
 from xorl.train import build_run, train
@@ -23,29 +23,17 @@ Records = list[dict[str, float]]
 
 def values_of(folder: Path, output: str, loss: str = "dpo", **sections: dict[str, object]) -> dict[str, object]:
     """The options of a run of a few steps on the pairs in the folder."""
-    values: dict[str, dict[str, object]] = {
-        "model": {"config_path": str(QUICKSTART / "config.json"), "tokenizer_path": str(QUICKSTART)},
-        "data": {
+    values = run_values(
+        folder,
+        folder / output,
+        model={"config_path": str(QUICKSTART / "config.json"), "tokenizer_path": str(QUICKSTART)},
+        data={
             "datasets": [{"path": str(folder / "pairs.jsonl"), "type": "preference"}],
             "val_set_size": 20,
             "sample_packing_sequence_len": 256,
-            "dataset_prepared_path": str(folder / "prepared"),
-            "dataset_num_proc": 1,
-            "dataloader_num_workers": 0,
         },
-        "train": {
-            "output_dir": str(folder / output),
-            "data_parallel_mode": "none",
-            "loss": loss,
-            "lr": 1e-3,
-            "max_steps": 4,
-            "save_hf_weights": False,
-            "enable_mixed_precision": False,
-            "enable_gradient_checkpointing": False,
-            "use_wandb": False,
-        },
-        "lora": {},
-    }
+        **{**BARE, "data_parallel_mode": "none", "loss": loss, "lr": 1e-3, "max_steps": 4},
+    )
     return {name: {**section, **sections.get(name, {})} for name, section in values.items()}
 
 

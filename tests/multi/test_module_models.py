@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import runpy
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from examples import EXAMPLES, run_example
 from tiny_models import ARCHITECTURES, hf_config, write_config
 from xorl.core.models import GPT2, DecoderLayer
 from xorl.train import DataLoader, DDPTrainer, FSDPTrainer, Trainer, load_model
 
-ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 12
 PLACEMENTS = {
     "ddp": (DDPTrainer, {}),
@@ -87,25 +82,12 @@ def test_a_model_from_scratch_needs_only_its_config(tmp_path: Path) -> None:
 
 def test_the_example_is_short_and_shows_its_losses_in_a_file(run_ranks, tmp_path: Path) -> None:
     # Catches an example that no longer runs, and a program without logging that shows nothing when it is redirected.
-    script = ROOT / "examples" / "train_gpt2.py"
+    script = EXAMPLES / "train_gpt2.py"
     source = script.read_text()
     assert f"torchrun --nproc-per-node=2 examples/{script.name}\n" in source
     for name in ("configs", "docs"):
-        (tmp_path / name).symlink_to(ROOT / name)
+        (tmp_path / name).symlink_to(EXAMPLES.parent / name)
 
-    def as_rank() -> str:
-        os.chdir(tmp_path)
-        for name in (None, "xorl"):
-            logging.getLogger(name).handlers.clear()
-        logging.getLogger("xorl").propagate = True
-        with redirect_stdout(StringIO()) as written:
-            runpy.run_path(str(script), run_name="__main__")
-        return written.getvalue()
-
-    lines = "".join(run_ranks(as_rank, 2)).splitlines()
-    assert [line.split()[0] for line in lines if line.startswith("step=")] == [
-        "step=5",
-        "step=10",
-        "step=15",
-        "step=20",
-    ]
+    lines = "".join(shown for shown, _ in run_ranks(lambda: run_example(script, tmp_path), 2)).splitlines()
+    steps = [line.split()[0] for line in lines if line.startswith("step=")]
+    assert steps == ["step=5", "step=10", "step=15", "step=20"]

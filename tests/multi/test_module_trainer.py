@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import runpy
 import subprocess
 import sys
-from contextlib import redirect_stderr
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -19,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, IterableDataset
 
+from examples import EXAMPLES, run_example
 from xorl.train.module.distributed import DDPTrainer, FSDPTrainer
 from xorl.train.module.loader import DataLoader
 from xorl.train.module.trainer import StepMetrics, Trainer
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 VOCABULARY, NUM_ROWS, LENGTH, WIDTH = 23, 28, 6, 12
 TRANSFORMER = {"auto_wrap_policy": "transformer"}
 PLACEMENTS = {
@@ -261,21 +257,6 @@ def under_torchrun(script: Path, folder: Path) -> str:
     return result.stderr
 
 
-def as_rank(script: Path, folder: Path) -> str:
-    """What this rank writes when it runs the example."""
-    os.chdir(folder)
-    sys.argv, sys.path[:0] = [str(script)], [str(script.parent)]
-    # Those of pytest, beside which a script sets up none, and those of a command that a fixture ran before.
-    for name in (None, "xorl"):
-        logging.getLogger(name).handlers.clear()
-    logging.getLogger("xorl").propagate = True
-    logging.getLogger("xorl").setLevel(logging.NOTSET)
-    written = StringIO()
-    with redirect_stderr(written):
-        runpy.run_path(str(script), run_name="__main__")
-    return written.getvalue()
-
-
 @pytest.mark.parametrize(
     ("script", "saved", "gain"),
     [
@@ -293,7 +274,7 @@ def test_the_examples_run_as_their_first_lines_say(
     if script == "train_ddp.py":
         written = under_torchrun(path, tmp_path)
     else:
-        written = "".join(run_ranks(lambda: as_rank(path, tmp_path), 2))
+        written = "".join(told for _, told in run_ranks(lambda: run_example(path, tmp_path), 2))
     lines = [line for line in written.splitlines() if line.startswith("step=")]
     # Each rank that logged would add lines of its own.
     assert [line.split()[0] for line in lines] == ["step=10", "step=20", "step=30", "step=40"]

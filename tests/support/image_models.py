@@ -72,11 +72,16 @@ def make_image_model(*, tied: bool = False) -> transformers.PreTrainedModel:
     """A model in fp32; its norms and biases are neither 0 nor 1."""
     torch.manual_seed(0)
     model = transformers.Qwen3VLForConditionalGeneration(image_config(tied=tied))
+    perturb_(model)
+    return model
+
+
+def perturb_(model: torch.nn.Module) -> None:
+    """Add random numbers to all parameters."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
 
 
 def make_image_decoder(
@@ -118,8 +123,11 @@ class ImageDocument:
         return torch.from_numpy(document_coordinates(len(self.ids), self.spans))
 
 
-def image_document(seed: int, *parts: int | tuple[int, int]) -> ImageDocument:
-    """A document of parts in order: a number of text tokens, or the (height, width) of an image in patches."""
+def image_document(seed: int, *parts: int | tuple[int, int], merge: int = MERGE) -> ImageDocument:
+    """A document of parts in order: a number of text tokens, or the (height, width) of an image in patches.
+
+    merge: the patches on a side of what a token stands for.
+    """
     generator = np.random.default_rng(seed)
     ids: list[int] = []
     patches, grids = [], []
@@ -128,7 +136,7 @@ def image_document(seed: int, *parts: int | tuple[int, int]) -> ImageDocument:
             ids += generator.integers(0, IMAGE, part).tolist()
             continue
         height, width = part
-        ids += [IMAGE] * (height * width // MERGE**2)
+        ids += [IMAGE] * (height * width // merge**2)
         pixels = generator.integers(0, 256, (height * width, 3 * PATCH**2), np.uint8)
         patches.append(torch.from_numpy(pixels))
         grids.append(part)
@@ -249,33 +257,16 @@ def make_composed_model(
     model = transformers.LlavaForConditionalGeneration(
         composed_config(tower, text or TEXT_OF_COMPOSED, tied=tied, **changes)
     )
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    perturb_(model)
     model.set_attn_implementation("eager")
     return model.eval()
 
 
-def composed_document(seed: int, *parts: int | None) -> ImageDocument:
-    """A document of parts in order: a number of text tokens, or None for an image."""
-    generator = np.random.default_rng(seed)
-    ids: list[int] = []
-    patches = []
-    for part in parts:
-        if part is None:
-            ids += [IMAGE] * (GRID[0] * GRID[1])
-            patches.append(torch.from_numpy(generator.integers(0, 256, (GRID[0] * GRID[1], 3 * PATCH**2), np.uint8)))
-        else:
-            ids += generator.integers(0, IMAGE, part).tolist()
-    return ImageDocument(torch.tensor(ids), patches, [GRID] * len(patches))
-
-
 COMPOSED_DOCUMENTS = (
-    composed_document(1, 3, None, 4, None, 5),
-    composed_document(2, None, 7),
-    composed_document(3, 9),
-    composed_document(4, 2, None),
+    image_document(1, 3, GRID, 4, GRID, 5, merge=1),
+    image_document(2, GRID, 7, merge=1),
+    image_document(3, 9, merge=1),
+    image_document(4, 2, GRID, merge=1),
 )
 
 
