@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from image_runs import image_run, write_image_folder, write_image_rows
+from image_runs import image_run, refusal_of, write_image_folder, write_image_rows
+from placement import whole
 from ranks import Launch, Launches
-from xorl.ckpt import CheckpointError, read_manifest
+from xorl.ckpt import read_manifest
 from xorl.config import config_from_mapping
 from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder
@@ -53,7 +53,7 @@ def first_step(folder: Path, output: Path, options: Options) -> tuple[float, dic
         gradient = parameter.grad
         assert (gradient is not None) == parameter.requires_grad, name
         if gradient is not None:
-            gradients[name] = whole(gradient).clone()
+            gradients[name] = whole(gradient)
     return float(losses.loss_sum), gradients
 
 
@@ -76,12 +76,8 @@ def decayed_by_steps_of_text(folder: Path, output: Path, options: Options) -> li
             if run.engine.model.mesh.data.size == 1:
                 of_text = flops_of(run.engine.model.module.config, run.engine.model.module)(text.document_lengths)
                 assert float(losses.flops) == len(batches) * of_text
-        found.append({name: whole(each).detach().clone() for name, each in encoder.named_parameters()})
+        found.append({name: whole(each) for name, each in encoder.named_parameters()})
     return found
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.fixture(scope="module")
@@ -188,15 +184,6 @@ def embed_every_other_image(rows: Path) -> None:
     rows.write_text("".join(written))
 
 
-def error_of(folder: Path, output: Path, **options: object) -> str:
-    """The error with which a run refuses to start."""
-    try:
-        build_run(config_from_mapping(image_run(folder, output, **options)).config)
-    except CheckpointError as error:
-        return str(error)
-    return "it starts"
-
-
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path, run_ranks) -> None:
     # Catches images that are drawn again, left out, or decoded otherwise after a resume, whether they are in files or
     # in rows, a run that is not repeatable, and a resume that trains other parts.
@@ -217,7 +204,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path, run_rank
     with pytest.raises(ValueError, match="images were decoded to other values"):
         require_same_decoder(checkpoint, info, {DECODER: "of another build"})
     other = {**options, "freeze_encoders": True, "load_checkpoint_path": str(checkpoint)}
-    [message] = run_ranks(lambda: error_of(tmp_path, tmp_path / "other", max_steps=8, **other), 1)
+    [message] = run_ranks(lambda: refusal_of(image_run(tmp_path, tmp_path / "other", max_steps=8, **other)), 1)
     assert "train.freeze_encoders: false, now true" in message
     for name, tensor in whole.items():
         assert torch.equal(tensor, again[name]), name

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from image_models import END, IMAGE, MEAN, MERGE, PATCH, START, STD, image_config, make_composed_model, make_image_model
 from tiny_runs import run_values
+from xorl.ckpt import CheckpointError
+from xorl.config import ConfigError, config_from_mapping
+from xorl.train import build_run, train
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
@@ -121,3 +127,27 @@ def image_run(folder: Path, output: Path, **train: object) -> dict[str, dict[str
     }
     options = {"enable_gradient_checkpointing": False, "save_hf_weights": True, **train}
     return run_values(folder, output, model={"model_path": str(folder / "model")}, data=data, **options)
+
+
+def export_of(values: Mapping[str, object]) -> Path:
+    """The export of a run with these options, which ends; as one rank computes it."""
+    config = config_from_mapping(dict(values)).config
+    train(build_run(config))
+    return Path(config.train.output_dir) / "checkpoints" / f"global_step_{config.train.max_steps}-export"
+
+
+def refusal_of(values: Mapping[str, object]) -> str:
+    """Why a run with these options does not start."""
+    with pytest.raises((ValueError, ConfigError, CheckpointError)) as error:
+        build_run(config_from_mapping(dict(values)).config)
+    return str(error.value)
+
+
+def opened(folder: Path) -> transformers.PreTrainedModel:
+    """As transformers opens it; nothing may be missing or left over."""
+    model, loaded = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(loaded[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), loaded
+    model.set_attn_implementation("eager")
+    return model.eval()
