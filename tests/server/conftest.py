@@ -1,19 +1,15 @@
 """The service's HTTP side before an orchestrator that computes its answers."""
 
-import httpx
 import pytest
 
-from answering_orchestrator import served
+from answering_orchestrator import asked_at
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     outputs = tmp_path_factory.mktemp("outputs")
-    with (
-        served(outputs, poll_s=0.2, body_bytes=100_000) as (url, orchestrator),
-        httpx.Client(base_url=url, timeout=30) as client,
-    ):
-        yield client, orchestrator
+    with asked_at(outputs, poll_s=0.2, body_bytes=100_000) as service:
+        yield service
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from starlette.requests import Request
 
-from answering_orchestrator import FAILING_LOSS, STUCK_LOSS, VOCAB
+from answering_orchestrator import FAILING_LOSS, STUCK_LOSS, VOCAB, json_datum
 from xorl.server.api.context import dialect_of
 from xorl.server.api.protobuf import MESSAGES, parse
 from xorl.server.api.responses import json_response
@@ -29,8 +29,7 @@ def tensor(values, dtype="float32"):
 
 
 def datum(tokens=(1, 2, 3), **inputs):
-    targets = {"target_tokens": tensor([token + 1 for token in tokens], "int64")}
-    return {"model_input": {"input_ids": list(tokens)}, "loss_fn_inputs": {**targets, **inputs}}
+    return json_datum(tokens, inputs)
 
 
 def call(data, seq_id=1, **more):

@@ -5,10 +5,9 @@ import tarfile
 import time
 from datetime import UTC, datetime, timedelta
 
-import httpx
 import pytest
 
-from answering_orchestrator import served
+from answering_orchestrator import asked_at
 from xorl.server.api import checkpoint_routes
 from xorl.server.api.archive import Archive
 from xorl.server.identifiers import CheckpointRef
@@ -26,7 +25,7 @@ ARCHIVE = "/api/v1/training_runs/m:train:0/checkpoints/weights/one.2/archive"
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
     outputs = tmp_path_factory.mktemp("outputs")
-    with served(outputs) as (url, orchestrator), httpx.Client(base_url=url, timeout=30) as client:
+    with asked_at(outputs) as (client, orchestrator):
         for checkpoint in ("one.2", OVER):
             orchestrator.saved(CheckpointRef("m:train:0", "weights", checkpoint))
         folder = outputs / "weights" / "m~train~0" / "one.2"

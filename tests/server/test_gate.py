@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from answering_orchestrator import served
+from answering_orchestrator import asked_at, served
 from xorl.server.api import ApiSettings
 from xorl.server.api.app import ROUTERS
 
@@ -35,11 +35,8 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    with (
-        served(tmp_path_factory.mktemp("outputs"), token=TOKEN) as (url, orchestrator),
-        httpx.Client(base_url=url, timeout=30) as client,
-    ):
-        yield client, orchestrator
+    with asked_at(tmp_path_factory.mktemp("outputs"), token=TOKEN) as service:
+        yield service
 
 
 def paths():

@@ -5,10 +5,9 @@ import re
 import shutil
 from pathlib import Path
 
-import httpx
 import pytest
 
-from answering_orchestrator import served
+from answering_orchestrator import asked_at
 from xorl.server.api.openai_bodies import ChatBody, CompletionBody
 from xorl.server.api.openai_fields import IGNORED, MESSAGE_IGNORED, PART_IGNORED, UNSERVED, field_names
 
@@ -42,10 +41,7 @@ def service(tmp_path_factory):
     shutil.copytree(ROOT / "configs" / "quickstart", tokenizer)
     config = json.loads((tokenizer / "tokenizer_config.json").read_text())
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    with (
-        served(outputs, tokenizer=str(tokenizer)) as (url, orchestrator),
-        httpx.Client(base_url=f"{url}/v1", timeout=60) as client,
-    ):
+    with asked_at(outputs, "/v1", tokenizer=str(tokenizer)) as (client, orchestrator):
         orchestrator.vocab_size = 288
         yield client, orchestrator
 

@@ -1,21 +1,12 @@
 """What the API refuses by name, since it is not built or not served here."""
 
-import httpx
 import pytest
 
-from answering_orchestrator import served
+from answering_orchestrator import json_datum
 
 
-@pytest.fixture
-def service(tmp_path):
-    """(client, orchestrator)"""
-    with served(tmp_path) as (url, orchestrator), httpx.Client(base_url=url, timeout=30) as client:
-        yield client, orchestrator
-
-
-def test_what_is_not_built_is_refused_by_name(service):
+def test_what_is_not_built_is_refused_by_name(client, orchestrator):
     """Catches an option of a client that is taken and does nothing."""
-    client, orchestrator = service
     prompt = {"prompt": {"chunks": [{"tokens": [1]}]}}
     for path, body, says in (
         ("api/v1/create_model", {"base_model": "b", "lora_config": {"dropout": 0.1}}, "dropout"),
@@ -58,9 +49,8 @@ def test_what_is_not_built_is_refused_by_name(service):
         ("no_such_call", 404, "no POST /api/v1/no_such_call"),
     ],
 )
-def test_a_call_that_is_not_served_leaves_no_gap(service, path, status, says):
+def test_a_call_that_is_not_served_leaves_no_gap(client, orchestrator, path, status, says):
     """Catches a model whose next call waits for a number that went to a path of another service."""
-    client, orchestrator = service
     answer = client.post(f"/api/v1/{path}", json={"model_id": "m", "seq_id": 3, "hf_token": "secret"})
     assert answer.status_code == status
     assert says in answer.json()["detail"]
@@ -71,9 +61,8 @@ def test_a_call_that_is_not_served_leaves_no_gap(service, path, status, says):
     assert client.get(f"/api/v1/{path}").status_code == 404
 
 
-def test_what_has_no_meaning_here_is_refused_with_the_reason(service):
+def test_what_has_no_meaning_here_is_refused_with_the_reason(client, orchestrator):
     """Catches a client that is told of a wrong address, when it asks for what a service of one key cannot have."""
-    client, orchestrator = service
     checkpoint = "api/v1/training_runs/m/checkpoints/weights/one"
     for method, path, says in (
         ("POST", "api/v1/copy_weights", "no projects to copy weights between"),
@@ -86,8 +75,8 @@ def test_what_has_no_meaning_here_is_refused_with_the_reason(service):
         answer = client.request(method, f"/{path}")
         assert (answer.status_code, says in answer.json()["detail"]) == (400, True), answer.text
         assert answer.headers["x-should-retry"] == "false"
-    datum = {"model_input": {"input_ids": [1]}, "loss_fn_inputs": {"target_tokens": [1]}}
-    call = {"model_id": "m", "seq_id": 1, "forward_backward_input": {"data": [datum], "loss_fn": "stable_reinforce"}}
+    forward = {"data": [json_datum()], "loss_fn": "stable_reinforce"}
+    call = {"model_id": "m", "seq_id": 1, "forward_backward_input": forward}
     answer = client.post("/api/v1/forward_backward", json=call)
     assert (answer.status_code, "its objective is not published" in answer.json()["detail"]) == (400, True)
     assert orchestrator.tombstones == [("m", 1)]

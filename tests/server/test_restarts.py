@@ -6,15 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from answering_orchestrator import SLOW_LOSS, STUCK_LOSS, AnsweringOrchestrator, served
+from answering_orchestrator import SLOW_LOSS, STUCK_LOSS, AnsweringOrchestrator, json_datum, served
 from sockets import ipc_address
 from xorl.server.api import ApiSettings, create_app
 from xorl.server.channel import ChannelServer
 from xorl.server.queries import Request
 
 STEP = {"model_id": "m", "seq_id": 1}
-TARGETS = {"data": [2], "dtype": "int64", "shape": [1]}
-DATUM = {"model_input": {"input_ids": [1]}, "loss_fn_inputs": {"target_tokens": TARGETS}}
+DATUM = json_datum([1])
 
 
 def in_front_of(orchestrator, scenario, **settings):

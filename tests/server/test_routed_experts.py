@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from answering_orchestrator import routes_of
+from answering_orchestrator import json_datum, routes_of
 
 RECORD = np.arange(3 * 2 * 2).reshape(3, 2, 2)
 
@@ -29,19 +29,14 @@ FORMS: dict[str, object] = {
 }
 
 
-def datum(**fields: object) -> dict[str, object]:
-    targets = {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}
-    return {"model_input": {"input_ids": [1, 2, 3]}, "loss_fn_inputs": {"target_tokens": targets}, **fields}
-
-
 @pytest.mark.parametrize("path", ["forward_backward", "forward"])
 @pytest.mark.parametrize("form", FORMS)
 def test_all_forms_of_a_record_mean_the_same(client, orchestrator, path: str, form: str) -> None:
     # Catches a form that is read in another order of its axes, or in another dtype.
     record = FORMS[form]
     calls = (
-        {"data": [datum(routed_experts=record), datum()]},
-        {"data": [datum(), datum()], "routed_experts": [record, None]},
+        {"data": [json_datum(routed_experts=record), json_datum()]},
+        {"data": [json_datum(), json_datum()], "routed_experts": [record, None]},
     )
     for seq_id, call in enumerate(calls, 1):
         body = {"model_id": "m", "seq_id": seq_id, f"{path}_input": call}
@@ -72,7 +67,7 @@ def test_all_forms_of_a_record_mean_the_same(client, orchestrator, path: str, fo
 )
 def test_what_is_no_record_is_refused(client, orchestrator, record: object, message: str) -> None:
     # Catches a record that is dropped, and one that is cut to fit.
-    body = {"model_id": "m", "seq_id": 1, "forward_backward_input": {"data": [datum(routed_experts=record)]}}
+    body = {"model_id": "m", "seq_id": 1, "forward_backward_input": {"data": [json_datum(routed_experts=record)]}}
     answer = client.post("/api/v1/forward_backward", json=body)
     assert answer.status_code == 400
     with pytest.raises(ValueError, match=message):
@@ -84,9 +79,15 @@ def test_records_that_belong_to_no_datum_are_refused(client, orchestrator) -> No
     # Catches weights that are ignored, and records for other data than the client means.
     record = RECORD.tolist()
     for call, message in (
-        ({"data": [datum()], "routed_expert_logits": [[[[0.5]]]]}, "experts are weighted by the trainer's own scores"),
-        ({"data": [datum(), datum()], "routed_experts": [record]}, "routed_experts has 1 records for 2 datums"),
-        ({"data": [datum(routed_experts=record)], "routed_experts": [record]}, "datum 0 are given twice"),
+        (
+            {"data": [json_datum()], "routed_expert_logits": [[[[0.5]]]]},
+            "experts are weighted by the trainer's own scores",
+        ),
+        (
+            {"data": [json_datum(), json_datum()], "routed_experts": [record]},
+            "routed_experts has 1 records for 2 datums",
+        ),
+        ({"data": [json_datum(routed_experts=record)], "routed_experts": [record]}, "datum 0 are given twice"),
     ):
         body = {"model_id": "m", "seq_id": 1, "forward_backward_input": call}
         answer = client.post("/api/v1/forward_backward", json=body)

@@ -5,10 +5,9 @@ import json
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
-from answering_orchestrator import served
+from answering_orchestrator import asked_at
 from make_chat_golden import FAMILIES, conversations, encode, write_tokenizer
 from xorl.server.api.responses import InvalidField
 from xorl.server.api.text import TextCoder
@@ -193,10 +192,7 @@ def json_function(call):
 def service(tmp_path_factory):
     tokenizer = write_tokenizer("qwen3", tmp_path_factory.mktemp("qwen3"))
     outputs = tmp_path_factory.mktemp("outputs")
-    with (
-        served(outputs, tokenizer=str(tokenizer.folder)) as (url, orchestrator),
-        httpx.Client(base_url=f"{url}/v1", timeout=60) as client,
-    ):
+    with asked_at(outputs, "/v1", tokenizer=str(tokenizer.folder)) as (client, orchestrator):
         orchestrator.vocab_size, orchestrator.context_length = 438, 4096
 
         def ask(says: str = "Hello<|im_end|>", **body):
@@ -239,11 +235,11 @@ def test_markers_that_are_special_tokens_are_read_and_others_are_not_shown(famil
         "mistral": f"[TOOL_CALLS] [{BERN}]</s>",
         "qwen3": f"<|im_start|><tool_call>\n{BERN}\n</tool_call><|im_end|>",
     }
-    with served(tmp_path, tokenizer=str(tokenizer.folder)) as (url, orchestrator):
+    with asked_at(tmp_path, "/v1", tokenizer=str(tokenizer.folder)) as (client, orchestrator):
         orchestrator.vocab_size, orchestrator.context_length = 438, 4096
         orchestrator.says = tokenizer.core.encode(says[family], add_special_tokens=False).ids
         body = {"model": "tiny", "messages": [QUESTION], "tools": [WEATHER]}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False).json()
+        answer = client.post("chat/completions", json=body).json()
     message = answer["choices"][0]["message"]
     assert message["content"] is None
     assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Bern"}'}

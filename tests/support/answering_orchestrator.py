@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import httpx
 import numpy as np
 import uvicorn
 
@@ -363,6 +364,26 @@ def top_of(tokens, k):
     ids = (tokens[:, None] + np.arange(k)).astype(np.int32)
     logprobs = np.where(ids < VOCAB, -ids / 64, ops.NO_LOGPROB).astype(np.float32)
     return ops.TopLogprobs(Array.of(np.where(ids < VOCAB, ids, 0)), Array.of(logprobs))
+
+
+@contextmanager
+def asked_at(output_dir, path="", **settings):
+    """(a client of HTTP below a path of the API, the orchestrator)"""
+    with (
+        served(output_dir, **settings) as (url, orchestrator),
+        httpx.Client(base_url=url + path, timeout=60, trust_env=False) as client,
+    ):
+        yield client, orchestrator
+
+
+def json_datum(tokens=(1, 2, 3), inputs={}, **fields):  # noqa: B006 - not changed
+    """A datum of a call in JSON, whose targets are the tokens that follow; inputs: of its loss. fields: of its own."""
+    targets = {"data": [token + 1 for token in tokens], "dtype": "int64", "shape": [len(tokens)]}
+    return {
+        "model_input": {"input_ids": list(tokens)},
+        "loss_fn_inputs": {"target_tokens": targets, **inputs},
+        **fields,
+    }
 
 
 @contextmanager

@@ -16,11 +16,16 @@ class Caller:
     """A client that chooses its numbers itself. Every call is one of the clients' own protocol."""
 
     def __init__(self, service: Service) -> None:
-        self.http = httpx.Client(base_url=service.url, timeout=60, trust_env=False)
+        self.service = service
+        self.connect()
         self.model_id = f"faults-{uuid.uuid4().hex[:8]}"
         lora = {"rank": 8, "seed": 0}
         created = self.post("create_model", model_id=self.model_id, base_model=MODEL, lora_config=lora)
         self.result(created["request_id"])
+
+    def connect(self) -> None:
+        """Begin with new connections, as the API may be another process."""
+        self.http = httpx.Client(base_url=self.service.url, timeout=60, trust_env=False)
 
     def post(self, call: str, **body: object) -> dict:
         answer = self.http.post(f"/api/v1/{call}", json=body)

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
+import httpx
 import pytest
 
 from ports import free_port
@@ -110,6 +111,13 @@ class Service:
         """End one of the processes as a crash would (workers: all of them)."""
         for pid in self.worker_pids() if name == "workers" else [self.pids(name)[-1]]:
             os.kill(pid, signal.SIGKILL)
+
+    def post(self, path: str, **body: object) -> dict[str, Any]:
+        """The answer of a call with a JSON body, which must not be an error."""
+        url, headers = f"{self.url}/{path}", {"X-API-Key": self.key}
+        answer = httpx.post(url, json=body, headers=headers, timeout=120, trust_env=False)
+        assert answer.is_success, answer.text
+        return answer.json()
 
     def tinker(self) -> tinker.ServiceClient:
         """A client of the one public SDK; for `child.in_child`, since a fork after its threads have begun hangs."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -32,6 +33,13 @@ def start_workers(service: Service, num_ranks: int) -> subprocess.Popen[bytes]:
             stderr=log,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
+
+
+def datum(types: Any) -> Any:
+    """One of the client's own."""
+    tokens = [5, 9, 13, 22]
+    inputs = {"target_tokens": tokens, "weights": [1.0] * 4}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +98,7 @@ def test_a_client_with_the_token_trains(connected: Service) -> None:
         from tinker import types  # noqa: PLC0415  (a dependency group that is not always there)
 
         model = connected.tinker().create_lora_training_client("xorl/quickstart", rank=4).result()
-        tokens = [5, 9, 13, 22]
-        inputs = {"target_tokens": tokens, "weights": [1.0] * 4}
-        datum = types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
-        return model.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"]
+        return model.forward_backward([datum(types)], "cross_entropy").result().metrics["loss:sum"]
 
     assert in_child(train) > 0
     assert (connected.output_dir / "service" / "channel.keys").stat().st_mode & 0o077 == 0
@@ -118,12 +123,9 @@ def test_workers_that_are_started_again_are_found_and_hold_the_models(tmp_path: 
         from tinker import types  # noqa: PLC0415  (a dependency group that is not always there)
 
         model = service.tinker().create_lora_training_client("xorl/quickstart", rank=4).result()
-        tokens = [5, 9, 13, 22]
-        inputs = {"target_tokens": tokens, "weights": [1.0] * 4}
-        datum = types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
         losses: list[float] = []
         for ends in (False, True, False):
-            losses.append(model.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"])
+            losses.append(model.forward_backward([datum(types)], "cross_entropy").result().metrics["loss:sum"])
             if ends:
                 os.kill(first.pid, signal.SIGTERM)
             else:

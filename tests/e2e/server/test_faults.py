@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from caller import MODEL, NEAR, Caller, rounds
@@ -100,8 +99,7 @@ def test_orchestrator_and_api_are_killed_with_calls_in_flight(service: Service, 
     requests.append(caller.forward_backward(7))
     service.kill("API")
     service.wait_ready()
-    caller.http.close()
-    caller.http = httpx.Client(base_url=service.url, timeout=60, trust_env=False)
+    caller.connect()
     assert caller.forward_backward(7) == requests[-1]
     assert [caller.loss(request) for request in requests] == pytest.approx(plain[:5], rel=NEAR)
     assert caller.result(stepped)["metrics"]["step"] == 2
@@ -248,7 +246,7 @@ def test_everything_is_killed_at_once_and_begins_again_where_it_was(
     kill_everything(service)
     service.start()
     policy_loop.go_on()
-    caller.http = httpx.Client(base_url=service.url, timeout=60, trust_env=False)
+    caller.connect()
     assert caller.loss(long) == pytest.approx(2000 * plain[4], rel=NEAR)
     assert [*losses, plain[4], caller.loss(behind)] == pytest.approx(plain[:6], rel=NEAR)
     assert caller.result(caller.step(9))["metrics"]["step"] == 3

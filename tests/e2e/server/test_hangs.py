@@ -94,7 +94,7 @@ def test_everything_else_that_is_stopped_is_replaced(service: Service, plain: li
         time.sleep(0.2)
     service.wait_ready(WITHIN_S)
     assert not [process for process in [*left, *ranks] if process.is_left()]
-    caller.http = httpx.Client(base_url=service.url, timeout=60, trust_env=False)
+    caller.connect()
     losses.append(caller.loss(caller.forward_backward(4)))
     assert losses == pytest.approx(plain[:3], rel=NEAR)
     for name in before:
@@ -112,7 +112,7 @@ def test_a_service_that_is_suspended_as_a_whole_goes_on_where_it_was(service: Se
             os.kill(pid, number)
         time.sleep(seconds)
     assert [service.process.pid, *(process.pid for process in service.running())] == pids
-    caller.http = httpx.Client(base_url=service.url, timeout=60, trust_env=False)
+    caller.connect()
     losses.append(caller.loss(caller.forward_backward(4)))
     assert losses == pytest.approx(plain[:3], rel=NEAR)
 

@@ -46,13 +46,8 @@ def listed(service: Service) -> list[dict[str, Any]]:
     return reply.json()["endpoints"]
 
 
-def post(service: Service, path: str, body: dict[str, Any]) -> httpx.Response:
-    url = f"{service.url}{path}"
-    return httpx.post(url, json=body, headers={"X-API-Key": service.key}, timeout=120, trust_env=False)
-
-
 def remove(service: Service, engine: FakeEngine) -> None:
-    assert post(service, "/remove_inference_endpoint", {"host": "127.0.0.1", "port": engine.port}).status_code == 200
+    service.post("remove_inference_endpoint", host="127.0.0.1", port=engine.port)
 
 
 def step(client: Any, training: Any) -> None:
@@ -63,9 +58,7 @@ def step(client: Any, training: Any) -> None:
 def generated(service: Service, seed: int) -> list[int]:
     """By the service's own /generate, from the base."""
     params = {"max_new_tokens": 4, "temperature": 1.0, "sampling_seed": seed}
-    reply = post(service, "/generate", {"input_ids": TOKENS, "sampling_params": params, "return_logprob": True})
-    assert reply.status_code == 200, reply.text
-    return reply.json()["output_ids"]
+    return service.post("generate", input_ids=TOKENS, sampling_params=params, return_logprob=True)["output_ids"]
 
 
 def test_a_client_adds_an_endpoint_and_sends_its_model_there(service: Service, with_client: Callable) -> None:
@@ -107,8 +100,7 @@ def test_samples_come_from_an_endpoint_while_it_holds_the_weights(service: Servi
     # Catches samples of the base that an endpoint makes with a client's merged weights, and adapters that it never got.
     own = generated(service, seed=1)
     with fake_engines([]) as (engine,):
-        added = post(service, "/add_inference_endpoint", {"host": "127.0.0.1", "port": engine.port})
-        assert added.json()["success"], added.text
+        assert service.post("add_inference_endpoint", host="127.0.0.1", port=engine.port)["success"]
         assert generated(service, seed=1) == continued(TOKENS, RULE, 4, seed=1) != own
 
         def drive(client: Any, training: Any) -> None:

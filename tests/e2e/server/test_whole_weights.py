@@ -1,8 +1,5 @@
 """A service that trains all weights, sharded over its workers, for one client at a time."""
 
-from typing import Any
-
-import httpx
 import pytest
 import torch
 import transformers
@@ -31,15 +28,9 @@ def service(serve: Serve) -> Service:
 
 def exported(service: Service, model_id: str) -> transformers.PreTrainedModel:
     """The model as transformers reads the service's export of it."""
-    asked(service, "api/v1/save_full_weights_safetensors", model_id=model_id, name="start", dtype="float32")
+    service.post("api/v1/save_full_weights_safetensors", model_id=model_id, name="start", dtype="float32")
     folder = service.output_dir / "external_weights" / model_id.replace(":", "~") / "start"
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-
-
-def asked(service: Service, path: str, **body: object) -> dict[str, Any]:
-    answer = httpx.post(f"{service.url}/{path}", json=body, timeout=120, trust_env=False)
-    answer.raise_for_status()
-    return answer.json()
 
 
 def plain_loss(model: transformers.PreTrainedModel) -> torch.Tensor:
@@ -72,7 +63,7 @@ def test_steps_of_all_weights_are_those_of_plain_torch(service: Service) -> None
     training = client.create_lora_training_client(base_model=MODEL, rank=4).result()
     info = training.get_info()
     assert (info.is_lora, info.lora_rank) == (False, None)
-    other = asked(service, "api/v1/create_model", model_id="other", base_model=MODEL)["request_id"]
+    other = service.post("api/v1/create_model", model_id="other", base_model=MODEL)["request_id"]
     data = [
         types.Datum(
             model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
@@ -104,13 +95,13 @@ def test_steps_of_all_weights_are_those_of_plain_torch(service: Service) -> None
     training.optim_step(adam).result()
     training.load_state(saved.path).result()
     assert training.forward(data, "cross_entropy").result().metrics == after.metrics
-    waits = asked(service, "api/v1/retrieve_future", request_id=other)
+    waits = service.post("api/v1/retrieve_future", request_id=other)
     assert waits["type"] == "try_again"
     assert waits["queue_state_reason"].startswith(f"model {training.model_id} uses the base")
     client.close("success").result()
-    created = asked(service, "api/v1/retrieve_future", request_id=other)
+    created = service.post("api/v1/retrieve_future", request_id=other)
     assert created["model_id"] == "other", "it does not get the base when the session ends"
-    asked(service, "api/v1/unload_model", model_id="other")
+    service.post("api/v1/unload_model", model_id="other")
 
 
 def test_weights_are_sampled_where_they_were_sent(service: Service) -> None:
@@ -118,7 +109,7 @@ def test_weights_are_sampled_where_they_were_sent(service: Service) -> None:
     tokens = [5, 6, 7, 8]
     with fake_engines([]) as (engine,):
         endpoint = {"host": "127.0.0.1", "port": engine.port}
-        assert asked(service, "add_inference_endpoint", **endpoint)["success"]
+        assert service.post("add_inference_endpoint", **endpoint)["success"]
 
         def drive() -> tuple[list[int], list[int], list[int]]:
             import tinker  # noqa: PLC0415  (a dependency group that is not always there)
@@ -142,18 +133,18 @@ def test_weights_are_sampled_where_they_were_sent(service: Service) -> None:
                 model_id = training.get_info().model_id
                 sync = {"model_id": model_id, "buffer_size_mb": 1}
                 before = sampled()
-                assert asked(service, "sync_inference_weights", **sync)["success"]
+                assert service.post("sync_inference_weights", **sync)["success"]
                 at_endpoint = sampled()
                 step()
                 after = sampled()
                 form = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["down_proj"]}
-                asked(service, "api/v1/set_sync_quantization", quantization=form)
-                assert asked(service, "sync_inference_weights", **sync)["success"]
+                service.post("api/v1/set_sync_quantization", quantization=form)
+                assert service.post("sync_inference_weights", **sync)["success"]
                 return before, at_endpoint, after
 
         before, at_endpoint, after = in_child(drive)
         seen = engine.seen()
-        asked(service, "remove_inference_endpoint", **endpoint)
+        service.post("remove_inference_endpoint", **endpoint)
         assert at_endpoint == continued(tokens, seen["version"], 3, seed=4)
         assert len(seen["requests"]) == 1, "the others are of weights that the endpoint did not hold"
         assert len(before) == len(after) == 3
