@@ -12,6 +12,7 @@ import pytest
 from layouts import LAYOUTS, NUM_STEPS, NUM_STEPS_OF_MUON, alone, run_in_layout, write_models
 from ranks import Launch, Launches
 from table_of_runs import RUNS
+from xorl.core.nn.ulysses import check_heads
 from xorl.train.verify import compare
 
 
@@ -56,9 +57,18 @@ def test_a_layout_equals_one_process(layout: str, run: str, found: Launches) -> 
     # experts whose gradients are summed over some ranks only, means of means (any division by ranks, micro-batches or
     # their tokens), a recomputed forward pass without its gathered parameters or twice in the gradient, a head that is
     # freed before its gradient is there, adapters sharded with other rows than their weights, and units that are
-    # sharded from the outside in, which leaves the inner ones nothing.
+    # sharded from the outside in, which leaves the inner ones nothing. Of ranks that share rows: keys of another
+    # document, sinks of other heads, sinks that a ring drops or adds for each rank, and caps that it drops.
     [measured, *_], [expected] = found(layout, run), found(*alone_key(run))
     differences = compare(measured, replace(expected, losses=expected.losses[: len(measured.losses)]))
     limit = math.inf if DIVIDING & LAYOUTS[layout].train.keys() else LIMIT_OF_DATA
     failed = {kind: one for kind, one in differences.items() if not one.is_within or one.error > limit}
     assert not failed, failed
+
+
+def test_sizes_that_heads_cannot_be_shared_by_name_the_nearest_that_works() -> None:
+    # Catches a run that fails in its first step.
+    for num_ranks in (1, 2, 4, 8):
+        check_heads(8, 4, num_ranks)
+    with pytest.raises(ValueError, match=r"ulysses: 3 .* 8 heads with 4 .* works is 2"):
+        check_heads(8, 4, 3)

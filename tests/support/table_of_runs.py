@@ -58,6 +58,7 @@ MODELS: dict[str, dict[str, object]] = {
         "granitemoehybrid", num_local_experts=4, intermediate_size=24, output_router_logits=True
     ),
     "gpt_oss": hf_config("gpt_oss", intermediate_size=32, output_router_logits=True, router_aux_loss_coef=0.1),
+    "gemma2": hf_config("gemma2", attn_logit_softcapping=0.05),
     **{name: hf_config(name) for name in FAMILIES},
     **{name: hf_config(name, intermediate_size=64) for name in RECURRENT},
     "deepseek_v3": hf_config("deepseek_v3", first_k_dense_replace=2),
@@ -110,6 +111,8 @@ RUNS: dict[str, Run] = {
     "qwen3, first layer": Run("qwen3", {**RECOMPUTE, "recompute_num_layers": 1}),
     "qwen3, reentrant": Run("qwen3", {**RECOMPUTE, "enable_reentrant": True}),
     "qwen3, mlp": Run("qwen3", {**RECOMPUTE, "recompute_modules": ["mlp"]}),
+    # Capped scores.
+    "gemma2": Run("gemma2"),
     "mixtral, Muon": Run("mixtral", MUON),
     "qwen3_moe": Run("qwen3_moe", {"router_z_loss_coef": 0.1}),
     "qwen3_moe, recomputed": Run("qwen3_moe", RECOMPUTE),
@@ -204,12 +207,21 @@ ALL_CONTEXT = (
     "qwen3_moe",
     "qwen3_moe, operation and moe_act",
 )
-# Windows, learned positions, norms over all heads, layers without a rotation, scales, pairs of answers.
-FEW_CONTEXT = ("mistral", "gpt2", "olmo2", "smollm3", "gemma4_text", "dpo, LoRA")
+# Windows, learned positions, norms over all heads, layers without a rotation, scales, caps, sinks, pairs of answers.
+FEW_CONTEXT = ("mistral", "gpt2", "olmo2", "smollm3", "gemma4_text", "gemma2", "gpt_oss", "dpo, LoRA")
 # How layers are ordered, weights are stored and updated does not depend on how rows are divided: Ulysses has the other
 # runs. Stages divide no layer. For both: windows and rotations by layer, widths of values, scales.
 FEW_FAMILIES = ("cohere2", "deepseek_v3", "gemma4_text", "granite", "smollm3")
-RING_RUNS = (*FEW_FAMILIES, "llama, LoRA", "qwen3, operation", "qwen3, QLoRA", "mistral", "gpt2", *ALL_CONTEXT[-2:])
+RING_RUNS = (
+    *FEW_FAMILIES,
+    "llama, LoRA",
+    "qwen3, operation",
+    "qwen3, QLoRA",
+    "mistral",
+    "gpt2",
+    "gemma2",
+    *ALL_CONTEXT[-2:],
+)
 FEW_EXPERTS = ("qwen3_moe", "mixtral, Muon", "qwen3_moe, adapted experts")
 EXPERTS = (*FEW_EXPERTS, "qwen3_moe, outer factors shared")
 # Of ranks that gather all tokens.
