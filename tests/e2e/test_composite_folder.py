@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
 from composites import COMPOSITES, make_composite, read_folder, read_json, save_folder, write_composite
+from image_runs import opened
 from tiny_models import hf_config
 from tiny_runs import run_values, write_rows
 from xorl.ckpt import CheckpointError, SafetensorsSource, export_hf, load_weights
@@ -49,14 +49,6 @@ def require_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if found[name].dtype != wanted[name].dtype] == []
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-
-
-def open_composite(folder: Path) -> transformers.PreTrainedModel:
-    """As transformers opens it; nothing may be missing or left over."""
-    model, info = transformers.AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(model).__name__ == read_json(folder)["architectures"][0]
-    return model.eval()
 
 
 @pytest.mark.parametrize("renamed", [False, True])
@@ -107,7 +99,7 @@ def test_a_folder_returns_bit_for_bit(label: str, renamed: bool, dtype: torch.dt
     }
     require_same(read_folder(tmp_path / "ours"), cast)
     assert read_json(tmp_path / "ours") == {**read_json(base), "dtype": str(dtype).removeprefix("torch.")}
-    open_composite(tmp_path / "ours")
+    opened(tmp_path / "ours")
 
 
 @pytest.mark.parametrize("is_stacked", [False, True])
@@ -154,7 +146,7 @@ def test_a_run_trains_the_text_and_copies_the_rest(
     assert changed == {name for name in read if "language_model" in name or name == "lm_head.weight"}
     assert read_json(exported) == read_json(base)
     assert {name: (exported / name).read_text() for name in PROCESSOR} == PROCESSOR
-    open_composite(exported)
+    opened(exported)
 
     again = export_saved(str(tmp_path / "output"), str(tmp_path / "again"), verify=True)
     require_same(read_folder(again), found)
@@ -164,7 +156,7 @@ def test_a_run_trains_the_text_and_copies_the_rest(
     if num_ranks == 1:
         run_training(config_from_mapping(second))
         files = tmp_path / "second" / "checkpoints" / "global_step_2-export"
-        open_composite(files)
+        opened(files)
     for file in base.glob("model*"):
         file.unlink()
     with pytest.raises(CheckpointError, match=r"PATH: exports of a \w+ copy tensors from .*base, which its weights"):
@@ -196,7 +188,7 @@ def test_default_targets_are_in_the_text_model_alone(label: str, tmp_path: Path)
     found, read = read_folder(merged), read_folder(base)
     changed = {name for name in read if not torch.equal(found[name], read[name])}
     assert changed == {name for name in read if "language_model" in name and "_proj" in name}
-    open_composite(merged)
+    opened(merged)
 
 
 def test_layers_that_predict_further_tokens_are_copied() -> None:

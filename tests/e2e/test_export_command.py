@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from saved_models import save_model
+from saved_models import save_model, save_peft_adapter
 from tiny_models import hf_config
 from tiny_runs import run_values, write_counting_rows
 from xorl.ckpt import Checkpointer, read_manifest
@@ -30,12 +28,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("export")
     save_model(root / "base", dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
-    options = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], use_dora=True, use_rslora=True)
-    model = get_peft_model(model, options)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(root / "adapter")
+    options = {"r": 4, "lora_alpha": 8, "use_dora": True, "use_rslora": True}
+    save_peft_adapter(model, root / "adapter", target_modules=["q_proj", "up_proj"], **options)
     return root
 
 
@@ -83,11 +77,7 @@ def test_an_adapter_on_some_layers_is_written_so_that_it_can_be_read(
 ) -> None:
     """Catches an export that names layers of which it has no adapter, and is then refused as incomplete."""
     model = AutoModelForCausalLM.from_pretrained(folders / "base", dtype=torch.float32)
-    model = get_peft_model(model, LoraConfig(r=4, **{"target_modules": ["q_proj"], **selected}))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(tmp_path / "adapter")
+    save_peft_adapter(model, tmp_path / "adapter", r=4, **{"target_modules": ["q_proj"], **selected})
     once = export_saved(str(tmp_path / "adapter"), str(tmp_path / "once"), verify=True)
     twice = export_saved(str(once), str(tmp_path / "twice"))
     assert len(load_file(twice / "adapter_model.safetensors")) == 2

@@ -5,11 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from saved_models import save_peft_adapter
 from xorl.train.export.saved import export_saved
 
 FILES = {
@@ -33,11 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         core = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
         PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos).save_pretrained(root / name)
     (root / "other" / "vocab.json").write_text("{}")
-    adapted = get_peft_model(LlamaForCausalLM.from_pretrained(root / "base"), LoraConfig(target_modules=["q_proj"]))
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.ones_(parameter)
-    adapted.save_pretrained(root / "adapter")
+    save_peft_adapter(LlamaForCausalLM.from_pretrained(root / "base"), root / "adapter", target_modules=["q_proj"])
     return root
 
 

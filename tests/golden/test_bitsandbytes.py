@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from xorl.config import config_from_mapping
+from local_options import local_config
+from saved_models import save_model, save_peft_adapter
+from tiny_models import hf_config
 from xorl.core import runtime
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
@@ -49,23 +50,15 @@ def test_a_checkpoint_of_bitsandbytes_has_the_weights_that_it_has_there(nested: 
     # Catches a layout of its files that the tests which write such files themselves know no better than the reader.
     from bitsandbytes import functional as bnb  # noqa: PLC0415
 
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 83}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
-    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False)).save_pretrained(tmp_path / "whole")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}
+    save_model(tmp_path / "whole", hf_config(**sizes, tie_word_embeddings=False))
     options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "whole", quantization_config=options, dtype=torch.float32, device_map="cpu"
     )
     theirs.save_pretrained(tmp_path / "stored")
-    config = config_from_mapping(
-        {
-            "model": {"model_path": str(tmp_path / "stored")},
-            "data": {"datasets": [{"path": "a"}]},
-            "train": {"output_dir": "o", "data_parallel_mode": "none", "enable_mixed_precision": False},
-            "lora": {"enable_qlora": True, "quant_format": "nf4"},
-        }
-    ).config
+    source, lora = {"model_path": str(tmp_path / "stored")}, {"enable_qlora": True, "quant_format": "nf4"}
+    config = local_config(source, lora=lora, data_parallel_mode="none", enable_mixed_precision=False)
     place = runtime.init("cpu")
     try:
         mesh = Mesh(ParallelDims.resolve("none", 1), "cpu")
@@ -87,10 +80,7 @@ def test_a_checkpoint_of_bitsandbytes_has_the_weights_that_it_has_there(nested: 
 
 def _verify_an_adapter_on(base: Path, model: PreTrainedModel, folder: Path) -> None:
     """Catches a good adapter that `--verify` refuses because products of the quantised base are rounded on a CPU."""
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    adapted.save_pretrained(folder / "adapter")
+    options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    save_peft_adapter(model, folder / "adapter", **options)
     exported = export_saved(str(folder / "adapter"), str(folder / "again"), base=str(base), verify=True)
     assert "| peft |" in (exported / "README.md").read_text()

@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from placement import num_ranks, place, whole
+from placement import num_ranks, placed, whole
 from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
-from xorl.core.models import spec_for
-from xorl.core.nn import LayerKernels
 from xorl.data import PackedBatch
 from xorl.data.batch import Document, collate
 from xorl.train.engine import Engine
@@ -23,14 +21,9 @@ def batch(seed: int) -> PackedBatch:
 
 
 def engine_for(layout: str, param_dtype: torch.dtype, recompute: str) -> Engine:
-    spec = spec_for(HF_CONFIG)
-    with torch.device("meta"):
-        model = spec.build(spec.config_from_hf(HF_CONFIG), merge_qkv=True, kernels=LayerKernels()).to(param_dtype)
-    model.compute_dtype = param_dtype
-    placed = place(model, layout, recompute)
-    return Engine(
-        placed, torch.optim.SGD(model.parameters(), lr=0.0), torch.device("cpu"), max_grad_norm=None, flops=sum
-    )
+    model = placed(HF_CONFIG, layout, recompute, dtype=param_dtype)
+    optimizer = torch.optim.SGD(model.module.parameters(), lr=0.0)
+    return Engine(model, optimizer, torch.device("cpu"), max_grad_norm=None, flops=sum)
 
 
 class Refusal(torch.autograd.Function):

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from placement import assert_same, num_ranks, place, whole
+from placement import assert_same, num_ranks, placed, whole
 from tiny_models import hf_config
-from xorl.core.models import spec_for
-from xorl.core.nn import LayerKernels
 from xorl.kernels.layout import SequenceLayout
 from xorl.server.sampler import GenerationRequest, GenerationResult, Sampler
 
@@ -35,13 +33,11 @@ class Outcome:
 
 
 def outcome(layout: str, keep_gathered: bool = False, is_distributed: bool = False) -> Outcome:
-    spec = spec_for(HF_CONFIG)
-    with torch.device("meta"):
-        model = spec.build(spec.config_from_hf(HF_CONFIG), merge_qkv=True, kernels=LayerKernels())
-    placed = place(model, layout)
-    parameters = list(model.parameters())  # after a pass, the module shows gathered copies of some
+    model = placed(HF_CONFIG, layout)
+    module = model.module
+    parameters = list(module.parameters())  # after a pass, the module shows gathered copies of some
     sampler = Sampler(
-        placed,
+        model,
         device=torch.device("cpu"),
         cache_tokens=512,
         max_step_tokens=30,
@@ -49,7 +45,7 @@ def outcome(layout: str, keep_gathered: bool = False, is_distributed: bool = Fal
         is_distributed=is_distributed,
     )
     collectives, num_tokens = [], []
-    hook = model.register_forward_pre_hook(lambda module, inputs: num_tokens.append(len(inputs[0])))
+    hook = module.register_forward_pre_hook(lambda _, inputs: num_tokens.append(len(inputs[0])))
     for request in REQUESTS:
         sampler.submit(request)
     before = []
@@ -62,14 +58,14 @@ def outcome(layout: str, keep_gathered: bool = False, is_distributed: bool = Fal
     with torch.no_grad():
         for parameter in parameters:
             parameter.mul_(1.2)
-    placed.drop_gathered()
+    model.drop_gathered()
     sampler.weights_changed(1)
     after = sampler.run(REQUESTS)
-    placed.module.train()
+    module.train()
     layout_of_row = SequenceLayout.from_lengths([20])
-    placed.forward(torch.arange(20), layout_of_row).square().sum().backward()
-    placed.drop_gathered()
-    gradients = {name: whole(p.grad) / placed.mesh.data.size for name, p in model.named_parameters()}
+    model.forward(torch.arange(20), layout_of_row).square().sum().backward()
+    model.drop_gathered()
+    gradients = {name: whole(p.grad) / model.mesh.data.size for name, p in module.named_parameters()}
     return Outcome(sorted(before, key=lambda result: result.request_id) + after, collectives, num_tokens, gradients)
 
 

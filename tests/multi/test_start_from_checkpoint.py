@@ -1,6 +1,5 @@
 """`train.load_weights_mode: dcp`: a run begins with the weights of a checkpoint, and what is none is refused."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tiny_models import hf_config, write_config
-from tiny_runs import BARE, metrics_of, run_values
+from tiny_runs import BARE, metrics_of, run_values, write_counting_rows
 from xorl.ckpt import CheckpointError, read_manifest
 from xorl.ckpt.layout import latest_checkpoint
 from xorl.config import config_from_mapping
@@ -18,13 +17,6 @@ from xorl.train.model_source import read_architecture
 from xorl.train.run import run_training
 
 NUM_STEPS = 3
-
-
-def write_data(path: Path) -> None:
-    with path.open("w") as file:
-        for index in range(48):
-            ids = [(3 * index + 5 * offset) % 64 for offset in range(6 + index % 7)]
-            file.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
 
 
 def run(folder: Path, name: str, model: dict[str, object], **train: object) -> Callable[[], int]:
@@ -38,7 +30,7 @@ def run(folder: Path, name: str, model: dict[str, object], **train: object) -> C
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, a model's config.json and, in `run`, the checkpoint of a process that trained it."""
     folder = tmp_path_factory.mktemp("saved")
-    write_data(folder / "train.jsonl")
+    write_counting_rows(folder / "train.jsonl", 48)
     model = {"config_path": str(write_config(folder / "model", hf_config()))}
     assert run(folder, "run", model, data_parallel_mode="none")() == 0
     return folder
@@ -51,7 +43,7 @@ def test_a_run_starts_from_a_checkpoint_as_from_its_export(
     manager: str, ranks: tuple[int, int], modes: tuple[str, str], tmp_path: Path, run_ranks
 ) -> None:
     # Catches weights in the wrong place, a step or moments that come along, and a layout that has to stay as it was.
-    write_data(tmp_path / "train.jsonl")
+    write_counting_rows(tmp_path / "train.jsonl", 48)
     model = {"config_path": str(write_config(tmp_path / "model", hf_config()))}
     before = run(tmp_path, "before", model, data_parallel_mode=modes[0], ckpt_manager=manager)
     assert run_ranks(before, ranks[0]) == [0] * ranks[0]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tiny_models import hf_config, write_config
-from tiny_runs import run_values
+from tiny_runs import metrics_of, run_values
 from xorl.config import Config, config_from_mapping
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
@@ -126,9 +126,8 @@ def learnt(config: Config) -> tuple[dict[str, list[dict[str, float]]], dict[str,
     sweep = build_sweep(config)
     assert train(sweep) == 0
     sweep.close()
-    files = {name: Path(config.train.output_dir) / "sweep" / name / "metrics.jsonl" for name in NAMES}
     return (
-        {name: [json.loads(line) for line in file.read_text().splitlines()] for name, file in files.items()},
+        {name: metrics_of(Path(config.train.output_dir) / "sweep" / name) for name in NAMES},
         {name: sweep.engine.bank.snapshot(name).values[""].clone() for name in NAMES},
     )
 

@@ -1,6 +1,5 @@
 """Weights that are sent to inference servers: the bytes that arrive, and what is left behind where one fails."""
 
-import hashlib
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -8,13 +7,12 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from engines import FakeEngine, fake_engines
-from placement import num_ranks, place, whole
+from engines import FakeEngine, described, fake_engines
+from placement import num_ranks, placed, whole
 from tiny_models import hf_config
 from xorl.ckpt.layout import TensorRecord
 from xorl.ckpt.tensor_file import TensorGroup
 from xorl.core.models import spec_for
-from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelModel
 from xorl.train.export.hf_weights import hf_groups
 from xorl.train.sync import ReceiverAddress, SyncOptions, SyncOutcome, Timeouts, WeightSender
@@ -29,21 +27,11 @@ OPTIONS = SyncOptions(bucket_bytes=8000, weight_version="7", timeouts=TIMEOUTS)
 NUM_BUCKETS = 7
 
 
-def placed(layout: str) -> ParallelModel:
-    with torch.device("meta"):
-        model = SPEC.build(CONFIG, kernels=LayerKernels())
-    return place(model, layout)
-
-
 def expected(model: ParallelModel, dtype: torch.dtype) -> dict[str, dict[str, object]]:
     """What a server should hold: the parameters as the recipes take them apart."""
     found: dict[str, dict[str, object]] = {}
-    parameters = {name: whole(parameter) for name, parameter in model.module.named_parameters()}
-    for native, recipe in RECIPES.items():
-        for name, tensor in recipe.split(parameters[native].to(dtype)).items():
-            data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            digest = hashlib.sha256(data).hexdigest()
-            found[name] = {"dtype": str(dtype)[6:], "shape": list(tensor.shape), "sha256": digest}
+    for native, parameter in model.module.named_parameters():
+        found |= described(RECIPES[native].split(whole(parameter).to(dtype)))
     return found
 
 
@@ -62,7 +50,7 @@ def test_servers_get_the_bytes_of_the_weights(layout: str, run_ranks: Callable) 
     with fake_engines(["--ranks", "2"], ["--ranks", "2"]) as engines:
 
         def run() -> tuple[dict, SyncOutcome | None, bool]:
-            model = placed(layout)
+            model = placed(HF_CONFIG, layout)
             for parameter in model.module.parameters():
                 parameter.grad = torch.ones_like(parameter)
             outcome = sync(model, addresses(engines, ranks=2))
@@ -124,7 +112,7 @@ def test_hosts_that_are_none_fail_alone(run_ranks: Callable) -> None:
     # Catches a rank that raises for an address, while the others wait for it.
     with fake_engines([]) as (engine,):
         to = [*addresses([engine]), ReceiverAddress("no host", 1), ReceiverAddress("127.0.0.1", 99_999)]
-        (outcome, _) = run_ranks(lambda: sync(placed("zero3-2"), to), 2)
+        (outcome, _) = run_ranks(lambda: sync(placed(HF_CONFIG, "zero3-2"), to), 2)
         assert [each.success for each in outcome.receivers] == [True, False, False], outcome
         assert [each.weights for each in outcome.receivers] == ["new", "old", "old"]
         assert "set master_address" in outcome.receivers[1].message
@@ -155,7 +143,7 @@ def test_one_server_fails_and_the_other_goes_on(fault: str, run_ranks: Callable)
     with fake_engines(arguments, []) as engines:
 
         def run() -> tuple[dict, SyncOutcome | None, float]:
-            model = placed("zero3-2")
+            model = placed(HF_CONFIG, "zero3-2")
             start = time.monotonic()
             outcome = sync(model, addresses(engines))
             return expected(model, torch.bfloat16), outcome, time.monotonic() - start
@@ -183,7 +171,7 @@ def test_a_whole_sync_mends_what_a_broken_one_left(run_ranks: Callable) -> None:
         options = SyncOptions(bucket_bytes=8000, weight_version="8", timeouts=TIMEOUTS)
 
         def run() -> tuple[list[SyncOutcome | None], dict]:
-            model, sender = placed("zero3-2"), WeightSender(torch.device("cpu"))
+            model, sender = placed(HF_CONFIG, "zero3-2"), WeightSender(torch.device("cpu"))
             outcomes = []
             for to in (addresses(engines), addresses(engines[:1])):
                 groups = hf_groups(model, RECIPES, dtype=torch.bfloat16, device=torch.device("cpu"))

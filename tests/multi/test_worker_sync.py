@@ -1,6 +1,5 @@
 """A worker's weights at an inference endpoint: what an export holds, and nothing of training is touched."""
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from composites import read_folder, read_json, write_composite
-from engines import fake_engines
+from engines import described, fake_engines
 from tiny_models import hf_config
 from worker_ranks import datum, done, refusal_of, service_config, train, worker_of
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
@@ -33,16 +32,6 @@ ADAPTER = ops.LoraSpec(rank=3, alpha=8.0, seed=5)
 def exported(folder: Path) -> dict[str, dict[str, object]]:
     """What an endpoint should have been sent, by the files of an export."""
     return described(load_file(folder / "model.safetensors"))
-
-
-def described(tensors: dict[str, Tensor]) -> dict[str, dict[str, object]]:
-    """As an endpoint describes them."""
-    found: dict[str, dict[str, object]] = {}
-    for name, tensor in tensors.items():
-        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        shape, digest = list(tensor.shape), hashlib.sha256(data).hexdigest()
-        found[name] = {"dtype": str(tensor.dtype)[6:], "shape": shape, "sha256": digest}
-    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)

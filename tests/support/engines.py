@@ -1,5 +1,6 @@
 """fake_engines: start stand-ins of inference servers, each in a process of its own."""
 
+import hashlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
+from torch import Tensor
 
 import fake_sglang
 
@@ -27,6 +30,16 @@ class FakeEngine:
 
     def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
         return httpx.post(f"http://127.0.0.1:{self.port}{path}", json=body, timeout=30, trust_env=False)
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, object]]:
+    """Tensors as a stand-in describes those that it was sent."""
+    found: dict[str, dict[str, object]] = {}
+    for name, tensor in tensors.items():
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        shape, digest = list(tensor.shape), hashlib.sha256(data).hexdigest()
+        found[name] = {"dtype": str(tensor.dtype)[6:], "shape": shape, "sha256": digest}
+    return found
 
 
 def continued(prompt: list[int], version: str, length: int, seed: int = 0) -> list[int]:

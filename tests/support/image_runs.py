@@ -149,5 +149,6 @@ def opened(folder: Path) -> transformers.PreTrainedModel:
         folder, dtype=torch.float32, output_loading_info=True
     )
     assert not any(loaded[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), loaded
+    assert type(model).__name__ == json.loads((folder / "config.json").read_text())["architectures"][0]
     model.set_attn_implementation("eager")
     return model.eval()
