@@ -42,9 +42,9 @@ def array_of(dtype, shape, data):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: array_of("int32", (2,), b"\0" * 4), None),
-        (lambda: array_of("float32", (-1, -1), b"\0" * 4), None),
-        (lambda: array_of("float64", (1,), b"\0" * 8), None),
+        (lambda: array_of("int32", (2,), b"\0" * 4), "has 8 bytes, got 4"),
+        (lambda: array_of("float32", (-1, -1), b"\0" * 4), "must be at least 0"),
+        (lambda: array_of("float64", (1,), b"\0" * 8), "'float64'"),
         (lambda: Datum(tokens(1, 2), {"target_tokens": tokens(1, 2, 3)}), "for each"),
         (lambda: Work(["a", "b"], [OptimStep("m", 1e-3), OptimStep("n", 1e-3)]), "together"),
     ],
@@ -52,7 +52,7 @@ def array_of(dtype, shape, data):
 def test_what_does_not_agree_is_refused(make, message):
     """Catches a client that makes a worker read beyond what was sent, targets that would be read against the wrong
     tokens, and an optimizer step in the middle of a mixed pass."""
-    with pytest.raises(msgspec.ValidationError if message is None else ValueError, match=message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 

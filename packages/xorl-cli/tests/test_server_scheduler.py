@@ -14,7 +14,7 @@ def ticket(name, *, lane="m", seq=None, client="c", group=None, cost=1.0, arriva
 def queued(*tickets, **limits):
     """A scheduler with these tickets, and the lanes that they are in."""
     scheduler = Scheduler(**limits)
-    for lane in {one.lane: None for one in tickets if one.lane is not None}:
+    for lane in dict.fromkeys(one.lane for one in tickets if one.lane is not None):
         scheduler.open_lane(lane)
     for one in tickets:
         scheduler.add(one)
