@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from local_options import local_config
 from tiny_models import hf_config, write_config
-from tiny_runs import run_values
+from tiny_runs import run_values, wait_for_step
 from xorl.cli.bench_config import SHAPES
 from xorl.config import config_from_mapping
 from xorl.config.local import ModelConfig
@@ -72,13 +71,8 @@ def test_a_signal_ends_all_of_it_and_nothing_is_written(number: signal.Signals, 
         text=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
-    metrics = output / "runs" / "xorl_1" / "metrics.jsonl"
     try:
-        deadline = time.monotonic() + 200
-        while not (metrics.exists() and len(metrics.read_text().splitlines()) > 4):
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for_step(output / "runs" / "xorl_1", 5, process)
         process.send_signal(number)
         _, stderr = process.communicate(timeout=100)
     finally:

@@ -12,7 +12,7 @@ import pytest
 
 from listening import listeners, poison
 from ports import free_port
-from tiny_runs import write_quickstart_run
+from tiny_runs import last_step, wait_for_step, write_quickstart_run
 from xorl.train.watchdog import INTERVAL_S
 
 LIMIT_S = 120.0
@@ -39,31 +39,21 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def wait_for_steps(folder: Path, num: int) -> None:
-    """Returns once a run has taken this many further steps."""
-    metrics = folder / "output" / "metrics.jsonl"
-    deadline = time.monotonic() + LIMIT_S
-    first = None
-    while True:
-        steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
-        first = steps if first is None else first
-        if steps >= first + num:
-            return
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def wait_for_more_steps(folder: Path, *launchers: subprocess.Popen[str]) -> None:
+    wait_for_step(folder / "output", last_step(folder / "output") + 3, *launchers)
 
 
 @pytest.mark.multi
 def test_ranks_of_one_host_keep_to_themselves(tmp_path: Path, start: Start) -> None:
     # Catches a run that opens a port to other machines, and one that unpickles what somebody writes to a port.
     launcher = start("--nproc-per-node", "2")
-    wait_for_steps(tmp_path, 3)
+    wait_for_more_steps(tmp_path, launcher)
     found = listeners([launcher.pid])
     assert found  # gloo's
     assert launcher.pid not in {each.pid for each in found}
     assert [each for each in found if not each.is_loopback] == []
     assert poison(found, tmp_path / "run") == []
-    wait_for_steps(tmp_path, 3)
+    wait_for_more_steps(tmp_path, launcher)
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(LIMIT_S) == 143, launcher.communicate()[1]
     assert not (tmp_path / "run").exists()
@@ -77,7 +67,7 @@ def test_the_store_of_several_hosts_listens_on_one_interface_and_unpickles_nothi
     port = free_port()
     flags = ("--nproc-per-node", "1", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))
     launchers = [start(*flags, "--node-rank", str(node)) for node in (0, 1)]
-    wait_for_steps(tmp_path, 3)
+    wait_for_more_steps(tmp_path, *launchers)
     found = listeners(launcher.pid for launcher in launchers)
     assert [(each.address, each.port) for each in found if each.pid == launchers[0].pid] == [("127.0.0.1", port)]
     assert [each for each in found if not each.is_loopback] == []

@@ -3,7 +3,6 @@
 Skipped where namespaces may not be made.
 """
 
-import json
 import os
 import secrets
 import signal
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_runs import write_quickstart_run
+from tiny_runs import last_step, wait_for_step, write_quickstart_run
 
 LIMIT_S = 120.0
 
@@ -93,27 +92,12 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, stderr
 
 
-def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
-    metrics = folder / "output" / "metrics.jsonl"
-    deadline = time.monotonic() + LIMIT_S
-    while not metrics.exists() or last_step(metrics) < step:
-        for process in processes:
-            assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def last_step(metrics: Path) -> int:
-    lines = metrics.read_text().splitlines()
-    return json.loads(lines[-1])["step"] if lines and lines[-1].endswith("}") else 0
-
-
 @pytest.mark.multi
 def test_a_lost_host_is_named_and_both_hosts_continue_and_stop_together(tmp_path: Path, job) -> None:
     # Catches a host that goes on, or ends with a traceback of gloo, when another one is lost; a job that does not
     # resume on two hosts; and a signal to one host that the other does not hear of.
     launchers = job(num_ranks=2)
-    wait_for_step(tmp_path, 7, launchers)
+    wait_for_step(tmp_path / "output", 7, *launchers)
     launchers[1].kill()
     killed = time.monotonic()
     code, stderr = ended(launchers[0])
@@ -129,12 +113,12 @@ def test_a_lost_host_is_named_and_both_hosts_continue_and_stop_together(tmp_path
     saved = int((tmp_path / "output" / "checkpoints" / "latest").read_text().strip().rpartition("_")[2])
     assert saved >= 5
     launchers = job(num_ranks=1)
-    wait_for_step(tmp_path, last_step(tmp_path / "output" / "metrics.jsonl") + 3, launchers)
+    wait_for_step(tmp_path / "output", last_step(tmp_path / "output") + 3, *launchers)
     launchers[1].send_signal(signal.SIGTERM)
     results = [ended(launcher) for launcher in launchers]
     assert [code for code, _ in results] == [143, 143], results
     latest = (tmp_path / "output" / "checkpoints" / "latest").read_text().strip()
-    assert latest == f"global_step_{last_step(tmp_path / 'output' / 'metrics.jsonl')}"
+    assert latest == f"global_step_{last_step(tmp_path / 'output')}"
 
 
 @pytest.mark.multi

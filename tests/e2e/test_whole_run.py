@@ -4,12 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tiny_runs import metrics_of, write_quickstart_run
+from tiny_runs import metrics_of, wait_for_step, write_quickstart_run
 
 
 def start(folder: Path, steps: int, *arguments: str) -> subprocess.Popen[str]:
@@ -23,12 +22,7 @@ def stopped(folder: Path, number: int, *arguments: str) -> str:
     """What a run says that gets a signal after its first steps, saves, and ends with the signal's exit code."""
     many = 100_000
     process = start(folder, many, *arguments)
-    metrics = folder / "output" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 8):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_step(folder / "output", 6, process)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=100)
     assert process.returncode == 128 + number, stderr

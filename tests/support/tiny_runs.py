@@ -1,8 +1,10 @@
 """Tiny runs of `xorl train`: their rows, their configuration, and named tensors in place of what they save."""
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from subprocess import Popen
 
 import torch
 from torch import Tensor
@@ -50,6 +52,23 @@ def write_counting_rows(path: Path, num_rows: int, *, step: int = 1, vocab_size:
 def metrics_of(output: Path) -> list[dict[str, float]]:
     """The records that a run has written so far."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def last_step(output: Path) -> int:
+    """The newest step that a run has written in full, or 0."""
+    metrics = output / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return json.loads(lines[-1])["step"] if lines and lines[-1].endswith("}") else 0
+
+
+def wait_for_step(output: Path, step: int, *processes: Popen[str], limit_s: float = 200.0) -> None:
+    """Return once a run has taken a step; fails where one of its processes ends before."""
+    deadline = time.monotonic() + limit_s
+    while last_step(output) < step:
+        for process in processes:
+            assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def run_values(
