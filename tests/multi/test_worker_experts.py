@@ -16,6 +16,7 @@ from tiny_models import hf_config
 from worker_ranks import (
     VOCAB,
     ask,
+    assert_scored_as_trained,
     datum,
     done,
     gradients,
@@ -25,7 +26,6 @@ from worker_ranks import (
     shards,
     train,
     trained_values,
-    values,
     worker_of,
 )
 from xorl.core.loss import cross_entropy
@@ -167,13 +167,7 @@ def check_samples_and_checkpoints(folder: Path, kind: str, divided: bool) -> Non
     samples = ask(worker, *asked)
     for prompt, result in zip(prompts, samples, strict=True):
         assert isinstance(result, ops.SampleResult), result
-        for sequence in result.sequences:
-            tokens = np.concatenate([prompt.numpy(), sequence.tokens.numpy()])
-            scored = Datum(Array.of(tokens[:-1]), {"target_tokens": Array.of(tokens[1:].astype(np.int64))})
-            loss = done(worker, ops.ForwardBackward("m", [scored], "cross_entropy", forward_only=True))
-            if worker.base.runtime.is_main:
-                expected = values(loss.fields["logprobs"][0])[len(prompt.numpy()) - 1 :]
-                np.testing.assert_allclose(values(sequence.logprobs), expected, atol=1e-4)
+        assert_scored_as_trained(worker, prompt, result)
     done(worker, ops.SaveWeights("m", "a"), *train("m", data))
     restored = make(folder, kind, 2, divided=divided)
     done(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from placement import assert_same
 from tiny_models import hf_config
-from worker_ranks import LORA, ask, datum, done, gradients, service_config, values, worker_of
+from worker_ranks import LORA, ask, assert_scored_as_trained, datum, done, gradients, service_config, values, worker_of
 from xorl.server import operations as ops
 from xorl.server.datum import Array, Datum
 from xorl.server.worker.worker import Worker
@@ -132,17 +132,8 @@ def check_samples(worker: Worker) -> None:
     ]
     for prompt, result in zip(prompts, from_main(ask(worker, *asked)), strict=True):
         assert result.prompt_routed_experts is not None
-        for sequence in result.sequences:
-            assert sequence.routed_experts is not None
-            tokens = np.concatenate([prompt.numpy(), sequence.tokens.numpy()])
-            record = np.concatenate([result.prompt_routed_experts.numpy(), sequence.routed_experts.numpy()])
-            scored = Datum(
-                Array.of(tokens[:-1]), {"target_tokens": Array.of(tokens[1:].astype(np.int64))}, Array.of(record)
-            )
-            loss = from_main(done(worker, ops.ForwardBackward("m", [scored], "cross_entropy", forward_only=True)))
-            assert isinstance(loss, ops.LossResult)
-            expected = values(loss.fields["logprobs"][0])[len(prompt.numpy()) - 1 :]
-            np.testing.assert_allclose(values(sequence.logprobs), expected, atol=1e-4)
+        assert all(sequence.routed_experts is not None for sequence in result.sequences)
+        assert_scored_as_trained(worker, prompt, result)
 
 
 def test_records_move_with_their_tokens(tmp_path: Path, run_ranks) -> None:

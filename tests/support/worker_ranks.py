@@ -17,7 +17,15 @@ from xorl.core import runtime
 from xorl.server.datum import Array, Datum
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Operation, Result, Work
-from xorl.server.operations import CheckpointSampler, CreateModel, Failure, ForwardBackward, LoraSpec, OptimStep
+from xorl.server.operations import (
+    CheckpointSampler,
+    CreateModel,
+    Failure,
+    ForwardBackward,
+    LoraSpec,
+    OptimStep,
+    SampleResult,
+)
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import build_base
 from xorl.server.worker.full import WholeModel
@@ -147,3 +155,21 @@ def values(array: Array) -> NDArray[np.float32]:
 def train(model_id: str, data: list[Datum], lr: float = 1e-2) -> list[Operation]:
     """A step of cross-entropy."""
     return [ForwardBackward(model_id, data, "cross_entropy"), OptimStep(model_id, lr)]
+
+
+def assert_scored_as_trained(worker: Worker, prompt: Array, sampled: SampleResult) -> None:
+    """The log-probabilities of samples of model m are those that training gives, with their routes if they have any.
+
+    Collective; rank 0 compares.
+    """
+    for sequence in sampled.sequences:
+        tokens = np.concatenate([prompt.numpy(), sequence.tokens.numpy()])
+        routes = None
+        if sampled.prompt_routed_experts is not None and sequence.routed_experts is not None:
+            routes = Array.of(np.concatenate([sampled.prompt_routed_experts.numpy(), sequence.routed_experts.numpy()]))
+        targets = {"target_tokens": Array.of(tokens[1:].astype(np.int64))}
+        scored = Datum(Array.of(tokens[:-1]), targets, routes)
+        loss = done(worker, ForwardBackward("m", [scored], "cross_entropy", forward_only=True))
+        if worker.base.runtime.is_main:
+            expected = values(loss.fields["logprobs"][0])[len(prompt.numpy()) - 1 :]
+            np.testing.assert_allclose(values(sequence.logprobs), expected, atol=1e-4)
