@@ -1,6 +1,7 @@
-"""Steps are the same for every placement of parameters: policy losses, compilation, bf16, optimizers, saved state.
+"""What every placement of parameters computes alike: policy losses, compilation, bf16, offloading, saved state.
 
-test_layouts.py compares the gradients of other losses, however rows are split and layers are recomputed.
+test_layouts.py compares the gradients of other losses, however rows are split and layers are recomputed, and
+test_optimizer_ranks.py the steps of optimizers.
 """
 
 import re
@@ -33,7 +34,6 @@ MODELS = {
         "qwen3_moe", mlp_only_layers=[0], output_router_logits=True, router_aux_loss_coef=0.1, tie_word_embeddings=True
     ),
 }
-PLACED = ["ddp-2", "zero3-2", "zero2-2", "hsdp-2x2", "offload-2"]
 COMPILED = {"ddp-2": "operation", "zero3-2": "first layer"}
 WITHOUT_UNITS = (("none", ()), ("layer", ()))
 OFFLOADED = {
@@ -41,7 +41,6 @@ OFFLOADED = {
     **dict.fromkeys(("zero3-2", "zero2-2", "offload-2"), (*WITHOUT_UNITS, ("none", ("mlp", "norm")))),
 }
 OPTIMIZERS: list[OptimizerName] = ["adamw", "sgd", "anyprecision_adamw", "muon"]
-STEPPED: list[tuple[OptimizerName, str]] = [*((optimizer, "dense") for optimizer in OPTIMIZERS), ("muon", "experts")]
 EVERY = [*((name, torch.bfloat16, None) for name in OPTIMIZERS), ("muon", torch.float32, None)]
 # By layout and model, the optimizers with the dtypes of parameters, and what compiles layers.
 CONTINUED = {
@@ -148,19 +147,6 @@ def parameters_of(engine: Engine) -> dict[str, Tensor]:
     return {name: whole(parameter) for name, parameter in engine.model.module.named_parameters()}
 
 
-def two_steps(layout: str, optimizer: OptimizerName, model: str) -> tuple[dict[str, Tensor], float]:
-    """The parameters after two steps between which the loss is looked at, and the loss then."""
-    engine = engine_for(layout, model, optimizer=optimizer)
-    [batch] = batches_of(engine, NUM_ROWS, NUM_ROWS)
-    for _ in range(2):
-        losses = engine.forward_backward([batch], cross_entropy)
-        engine.forward(batch, cross_entropy)
-        engine.optim_step(0.1, divisor=losses.num_trained_tokens)
-    loss = engine.forward(batch, cross_entropy).sum.detach()
-    torch.distributed.all_reduce(loss)
-    return parameters_of(engine), float(loss)
-
-
 def skipped_step(layout: str, optimizer: OptimizerName) -> float:
     """How far a step with a gradient that is not finite moves the parameters."""
     engine = engine_for(layout, optimizer=optimizer)
@@ -220,8 +206,6 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
         add(layout, "bf16", compute=gradients, sizes=[1, 4], dtype=torch.bfloat16)
     for layout, cases in OFFLOADED.items():
         add(layout, "offloaded", compute=offloaded_gradients, cases=cases)
-    for layout, (optimizer, model) in product(("none", *PLACED), STEPPED):
-        add(layout, "steps", optimizer, model, compute=two_steps, optimizer=optimizer, model=model)
     for layout, optimizer in product(("zero3-2", "offload-2"), OPTIMIZERS):
         add(layout, "skipped", optimizer, compute=skipped_step, optimizer=optimizer)
     for layout, model in CONTINUED:
@@ -284,17 +268,6 @@ def test_units_that_cannot_be_sharded_are_refused(units: tuple[str, ...], backen
     # Catches an error from deep within torch about mixed tensors, when the loss reads the tied head, or about hooks of
     # FSDP within a compiled layer, at the first step.
     assert re.match(REFUSED[units, backend], found("refused", units)[0])
-
-
-@pytest.mark.parametrize("layout", PLACED)
-@pytest.mark.parametrize(("optimizer", "model"), STEPPED)
-def test_steps_do_not_depend_on_the_placement(optimizer: str, model: str, layout: str, found: Launches) -> None:
-    # Catches an optimizer that cannot take shards, and a forward pass with gathered parameters of before the step.
-    [(expected, expected_loss)] = found("none", "steps", optimizer, model)
-    for parameters, loss in found(layout, "steps", optimizer, model):
-        # AdamW divides by the gradient's own size, so it magnifies what is lost in summation.
-        assert_same(expected, parameters, limit=1e-3)
-        assert loss == pytest.approx(expected_loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["zero3-2", "offload-2"])
