@@ -31,7 +31,11 @@ def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path, run_comman
     assert 600 * 2 * 3 < chat["counts"]["trained_tokens"] < chat["counts"]["tokens"] // 2
     assert receipt["train"]["plan_hash"]
     assert 0 < receipt["held_out"]["fill"] <= 1
-    assert "Data: 900 samples, " in result.stderr
+    # The counts of samples are of the whole data, before a part of it is held out.
+    train, held_out = (receipt[part]["packed"]["documents"] for part in ("train", "held_out"))
+    assert (train, held_out) == (855, 45)
+    assert "Data: 900 samples; 855 documents left to train on, " in result.stderr
+    assert "; held out: 45 documents in " in result.stderr
     (run,) = read_runs([tmp_path / "out"])
     assert (len(run.steps), run.about["num_steps"], run.about["world_size"]) == (6, 6, 1)
     assert run.about["options"]["train"]["data_parallel_mode"] == "none"

@@ -1,6 +1,7 @@
 """The command on two ranks with everything that observes a run switched on; and a run that is asked to stop."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,8 +35,9 @@ def stopped(folder: Path, number: int, *arguments: str) -> str:
 
 @pytest.mark.multi
 def test_a_run_that_is_interrupted_saves(tmp_path: Path) -> None:
-    # Catches work that is lost to Ctrl-C.
-    stopped(tmp_path, signal.SIGINT, "--nproc-per-node", "1")
+    # Catches work that is lost to Ctrl-C, and a single evaluation that is shown as a change.
+    stderr = stopped(tmp_path, signal.SIGINT, "--nproc-per-node", "1")
+    assert re.search(r"held out    loss [0-9.]+, tokens right", stderr), stderr
 
 
 @pytest.mark.multi

@@ -305,6 +305,14 @@ def test_scalars_are_compared_relative_to_all_of_them() -> None:
     assert not verify.is_equal(verify.compare(result(0.0), result(1e-5)))
 
 
+def test_one_process_is_not_presented_as_a_layout(folder: Path) -> None:
+    # Catches a table that shows equality where nothing but one process was started.
+    verification = verify.Verification.of(run_config(folder, "qwen3", FSDP), is_full=False)
+    for sizes, is_alone in (({}, True), ({"dp_shard": 2}, False)):
+        text = verify.Report(verification, verify.Result([1.0], 1.0, {}, {}, sizes), {}, ()).text()
+        assert ("one process (--nproc-per-node 1) compared with" in text) == is_alone
+
+
 def test_dropout_is_compared_only_where_layers_are_recomputed(folder: Path) -> None:
     # Catches an option that is left out in silence.
     for recompute, left_out in ((True, ()), (False, ("lora.lora_dropout: 0.2",))):

@@ -46,6 +46,15 @@ def service(tmp_path_factory):
         yield client, orchestrator
 
 
+def test_a_tokenizer_without_a_template_names_the_option_of_the_service(tmp_path):
+    """Catches advice to give a Jinja file to an option that takes a tokenizer."""
+    tokenizer = ROOT / "configs" / "quickstart"
+    with asked_at(tmp_path, "/v1", tokenizer=str(tokenizer)) as (client, _):
+        answer = client.post("/chat/completions", json=CHAT)
+    assert f"the tokenizer in {tokenizer} has no default one" in answer.text
+    assert "start the service with the tokenizer of a chat model as tokenizer_path" in answer.text
+
+
 def error_of(answer):
     assert answer.status_code in (400, 404), answer.text
     error = answer.json()["error"]

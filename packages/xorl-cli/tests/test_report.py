@@ -150,6 +150,10 @@ def test_the_command_writes_a_page_and_names_what_it_cannot_read(tmp_path: Path)
     result = CliRunner().invoke(app, [str(folder)])
     assert (result.exit_code, result.stdout) == (0, f"{folder / 'report.html'}\n")
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, [str(folder), "--output", str(tmp_path / "file" / "page.html")])
+    assert result.exit_code == 2
+    assert "page.html cannot be written (Not a directory); name another file" in result.stderr
     (folder / RUN).write_text("{")
     for paths, problem in (
         ([tmp_path], "is not the train.output_dir of a run: it has no metrics.jsonl"),

@@ -63,8 +63,11 @@ class OverridesCommand(TyperCommand):
 
     def _suggestion(self, flag: str, flags: set[str]) -> str:
         name = flag.removeprefix("--").replace("-", "_")
-        options = [option.path for option in all_options(self.root).values() if option.name == name]
-        near = difflib.get_close_matches(flag, flags, n=1)
+        # Fields of list entries, such as datasets[].path, are not options of the command line.
+        options = [
+            option.path for option in all_options(self.root).values() if option.name == name and "[]" not in option.path
+        ]
+        near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.7)
         if options:
             return f"; did you mean the option --{self.prefix}{options[0]}?"
         return f"; did you mean {near[0]}?" if near else ""

@@ -180,6 +180,8 @@ def _start(
 
 def _load(path: Path, overrides: tuple[str, ...], flags: Flags) -> dict[str, LoadedConfig]:
     """Returns the configuration to measure under the key "", and the --against ones under their options."""
+    if any(argument.partition("=")[0] == "--train.max_steps" for argument in overrides):
+        raise ValueError("--train.max_steps: in a benchmark it follows from --warmup and --steps; remove the option")
     given = (*overrides, *fixed_overrides(flags.num_steps))
     others = {text: [f"--{option}" for option in text.split()] for text in ("", *flags.against)}
     configs = {text: load_config(path, (*given, *options)) for text, options in others.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -49,7 +50,8 @@ def _report(paths: list[Path], output: Path | None) -> int:
         temporary.write_text(page, encoding="utf-8")
         temporary.replace(file)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a file system that is read-only refuses this too
+            temporary.unlink(missing_ok=True)
         raise ValueError(f"--output: {file} cannot be written ({error.strerror}); name another file") from error
     print(file)
     return OK

@@ -128,4 +128,7 @@ def _stopped(signal_number: int) -> str:
 
 def _change(source: Observer | Member, key: str) -> str:
     first, last = source.first.get(key), source.last.get(key)
-    return f"{first:.4g} -> {last:.4g}" if first is not None and last is not None else "unknown"
+    if first is None or last is None:
+        return "unknown"
+    # A single evaluation, such as that at the end of a resumed run, is not a change.
+    return f"{last:.4g}" if first == last else f"{first:.4g} -> {last:.4g}"

@@ -464,7 +464,7 @@ class Report:
 
     def text(self) -> str:
         """The outcome as a table in Markdown, and what was left out."""
-        axes = " x ".join(f"{axis} {size}" for axis, size in self.layout.sizes.items()) or "one process"
+        axes = " x ".join(f"{axis} {n}" for axis, n in self.layout.sizes.items()) or "one process (--nproc-per-node 1)"
         size = "the whole model" if self.verification.is_full else "few layers and narrow widths"
         lines = [
             f"{self.verification.architecture} ({size}): {axes} compared with one process, in fp32",

@@ -27,6 +27,7 @@ from xorl.server.operations import (
 )
 
 MAX_METADATA_BYTES = 16384
+_MAX_RANK = 2**16
 # A hundred years. For longer, leave the TTL out.
 MAX_TTL_S = 100 * 365 * 24 * 3600.0
 
@@ -57,8 +58,8 @@ class LoraJson(msgspec.Struct, frozen=True):
         if self.dropout:
             raise ValueError(f"lora_config.dropout must be 0, dropout is not supported; got {self.dropout}")
         rank = self.lora_rank if self.rank is None else self.rank
-        if rank is not None and not 0 <= rank <= 2**16:
-            raise ValueError(f"lora_config.rank must be 0 (full weights) or more, got {rank}")
+        if rank is not None and not 0 <= rank <= _MAX_RANK:
+            raise ValueError(f"lora_config.rank must be 0 (full weights) to {_MAX_RANK}, got {rank}")
         return LoraSpec(
             rank=rank,
             alpha=self.lora_alpha if self.alpha is None else self.alpha,

@@ -165,6 +165,10 @@ def _render(
     from xorl.data.formats.messages import Conversation, api_variants  # noqa: PLC0415
     from xorl.data.formats.template import TemplateRefusal, load_template  # noqa: PLC0415
 
+    if "default" not in tokenizer.templates and (tools is None or "tool_use" not in tokenizer.templates):
+        advice = "start the service with the tokenizer of a chat model as tokenizer_path"
+        problem = f"the tokenizer in {tokenizer.folder} has no default one"
+        raise Refusal(400, f"conversations need a chat template, but {problem}: {advice}")
     try:
         template = load_template("tokenizer_path", None, tokenizer, with_tools=tools is not None, kwargs=variables)
     except DataError as problem:

@@ -104,6 +104,7 @@ def _counted(names: Iterable[str]) -> str:
 
 def _data(data: RunData, plan: Plan, config: Config) -> str:
     length = config.data.sample_packing_sequence_len
+    is_split = config.data.val_set_size is not None  # the receipts then count the samples of both parts
     if isinstance(data.train, Stream):
         size = data.train.num_bytes / 2**30
         entries = _numbered(len(data.train.entries), "dataset")
@@ -112,11 +113,14 @@ def _data(data: RunData, plan: Plan, config: Config) -> str:
         assert isinstance(plan, DataPlan), "plan_steps returns a DataPlan for packed documents"
         receipt = data.train.receipt(plan)
         packed = receipt.packed
-        line = f"{_samples(receipt)}, {packed['tokens']:,} tokens, {packed['trained_tokens']:,} of them trained, in "
+        line = f"{_samples(receipt)}, "
+        if is_split:
+            line = f"{_samples(receipt)}; {_documents(receipt)} left to train on, "
+        line += f"{packed['tokens']:,} tokens, {packed['trained_tokens']:,} of them trained, in "
         line += f"{_rows(receipt)} of up to {length:,} tokens"
     if data.held_out is not None:
         receipt = data.held_out.receipt(None)
-        line += f"; held out: {_samples(receipt)} in {_rows(receipt)}"
+        line += f"; held out: {_documents(receipt) if is_split else _samples(receipt)} in {_rows(receipt)}"
     return line
 
 
@@ -124,6 +128,10 @@ def _samples(receipt: Receipt) -> str:
     counts = receipt.total
     changed = [f"{number:,} {what}" for name, what in _CHANGED.items() if (number := getattr(counts, name))]
     return _numbered(counts.samples, "sample") + (f" ({', '.join(changed)})" if changed else "")
+
+
+def _documents(receipt: Receipt) -> str:
+    return _numbered(receipt.packed["documents"], "document")
 
 
 def _rows(receipt: Receipt) -> str:
