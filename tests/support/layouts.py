@@ -225,12 +225,12 @@ def write_models(folder: Path) -> Path:
     return folder
 
 
-def write_weights(folder: Path, model: str, dtype: torch.dtype = torch.float32) -> None:
-    """Random weights beside the description of a model that `write_models` wrote, for `model_path`."""
+def write_weights(folder: Path, model: str) -> None:
+    """Random weights beside a model's config.json, for `model_path`."""
     generator = torch.Generator().manual_seed(0)
     recipes = read_architecture(run_config(folder, model, {}).model).recipes(merge_qkv=True)
     shapes = source_shapes(recipes).items()
-    weights = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes}
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes}
     save_file(weights, folder / model / "model.safetensors", {"format": "pt"})
 
 

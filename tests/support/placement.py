@@ -46,8 +46,23 @@ def num_ranks(layout: str) -> int:
     return LAYOUTS[layout][1]
 
 
-def place(model: Decoder, layout: str, recompute: str = "none", **policy: object) -> ParallelModel:
-    """Place a model of the meta device on this job's ranks, filled from seed 0; `policy` is the rest of the policy."""
+def placed(
+    hf_config: Mapping[str, object],
+    layout: str,
+    recompute: str = "none",
+    *,
+    dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
+    **policy: object,
+) -> ParallelModel:
+    """The decoder of such a config.json, with parameters in a dtype, placed on this job's ranks and filled from seed 0.
+
+    policy: the rest of the policy.
+    """
+    spec = spec_for(hf_config)
+    with torch.device("meta"):
+        model = spec.build(spec.config_from_hf(hf_config), merge_qkv=True).to(dtype)
+    model.compute_dtype = compute_dtype or dtype
     mode, world_size, shard_size, replicate_size, reshard = LAYOUTS[layout]
     dims = ParallelDims.resolve(mode, world_size, shard_size=shard_size, replicate_size=replicate_size)
     parts, reentrant, num_layers = RECOMPUTE[recompute]
@@ -66,23 +81,6 @@ def place(model: Decoder, layout: str, recompute: str = "none", **policy: object
         **policy,
     )
     return parallelize(model, mesh_of(dims), whole_policy, device=torch.device("cpu"), fill=fill)
-
-
-def placed(
-    hf_config: Mapping[str, object],
-    layout: str,
-    recompute: str = "none",
-    *,
-    dtype: torch.dtype = torch.float32,
-    compute_dtype: torch.dtype | None = None,
-    **policy: object,
-) -> ParallelModel:
-    """The decoder of such a config.json, with parameters in a dtype, placed on this job's ranks."""
-    spec = spec_for(hf_config)
-    with torch.device("meta"):
-        model = spec.build(spec.config_from_hf(hf_config), merge_qkv=True).to(dtype)
-    model.compute_dtype = compute_dtype or dtype
-    return place(model, layout, recompute, **policy)
 
 
 def batches_of(engine: Engine, num_bins: int, num_together: int) -> list[PackedBatch]:
