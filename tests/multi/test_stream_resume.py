@@ -54,10 +54,13 @@ def records(output: Path) -> list[tuple[float, ...]]:
     return [tuple(record[name] for name in names) for record in metrics_of(output)]
 
 
-def test_resumed_streams_train_on_the_same_documents(folder: Path, run_ranks) -> None:
-    # Catches documents that are repeated or lost where a run goes on, within an epoch (7 steps) and beyond its end.
+def test_resumed_streams_train_on_the_same_documents(folder: Path, run_ranks, capfd) -> None:
+    # Catches documents that are repeated or lost where a run goes on, within an epoch (7 steps) and beyond its end, and
+    # checkpoints that are announced for each epoch of a stream, which has none.
     whole = folder / "whole"
     run_ranks(lambda: run(folder, whole, 10), 1)
+    [saves] = [line for line in capfd.readouterr().err.splitlines() if "Output: " in line]
+    assert "epochs" not in saves
     parts = folder / "parts"
     for steps, world, workers in ((2, 2, 0), (3, 1, 2), (8, 4, 0), (10, 2, 1)):
         run_ranks(lambda steps=steps, workers=workers: run(folder, parts, steps, workers), world)

@@ -210,6 +210,13 @@ def test_an_option_without_effect_is_listed_and_reset(options: str, message: str
     assert f"no effect {loaded.without_effect[0].condition}" in show(loaded)
 
 
+def test_a_stream_keeps_the_zero_that_silences_its_warning() -> None:
+    # Catches advice that has no effect: the default, which warns, in place of train.save_epochs: 0.
+    loaded = loaded_with(**options_of(f"train.save_epochs: 0, {STREAM}")[1])
+    assert loaded.config.train.save_epochs == 0
+    assert loaded.without_effect == ()
+
+
 @pytest.mark.parametrize(
     "options",
     [

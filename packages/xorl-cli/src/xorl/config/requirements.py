@@ -221,7 +221,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("train.save_epochs",),
         "data.streaming",
         "false (a stream has no known length; use train.save_steps)",
-        lambda config: not config.data.streaming,
+        # 0 has an effect: it silences the warning of a stream that is only saved at its end.
+        lambda config: not config.data.streaming or config.train.save_epochs == 0,
     ),
     Requirement(
         ("data.sample_packing_group_size", "data.sample_packing_mp_start_method"),

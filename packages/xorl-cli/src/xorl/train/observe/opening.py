@@ -237,7 +237,7 @@ def _recomputed(train: TrainConfig) -> str:
 def _saves(config: Config) -> str:
     train = config.train
     points = [f"every {train.save_steps:,} steps"] if train.save_steps else []
-    points += [f"every {train.save_epochs:g} epochs"] if train.save_epochs else []
+    points += [f"every {train.save_epochs:g} epochs"] if train.save_epochs and not config.data.streaming else []
     line = f"a checkpoint {', '.join([*points, 'and at the end' if points else 'at the end'])}"
     if not train.save_hf_weights:
         return line
