@@ -3,12 +3,17 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from xorl.core.parallel import collectives, copy_engine
+from xorl.core.torch_private import gather_in_place
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +40,7 @@ def compare_with_nccl() -> None:
     compare_gathers(group, device)
     for dtype in (torch.bfloat16, torch.float32):
         compare_sums(group, device, dtype)
+    compare_steps(group, device)
     compare_times(group)
     dist.barrier()
     dist.destroy_process_group()
@@ -87,6 +93,42 @@ def compare_sums(group: dist.ProcessGroup, device: torch.device, dtype: torch.dt
     torch.cuda.synchronize()
     for output, wanted, _ in found:
         assert torch.equal(output, wanted)
+
+
+def compare_steps(group: dist.ProcessGroup, device: torch.device) -> None:
+    """FSDP2 computes the same bits if its parameters are gathered in place, in memory that earlier units had."""
+    expected, found = (losses_of(group, device, in_place=one) for one in (False, True))
+    assert torch.equal(found, expected)
+
+
+def losses_of(group: dist.ProcessGroup, device: torch.device, *, in_place: bool) -> Tensor:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048)) for _ in range(6)]
+    model = nn.Sequential(*layers).to(device)
+    mesh = init_device_mesh("cuda", (group.size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    for layer in model:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for layer, following in pairwise(model):
+        layer.set_modules_to_forward_prefetch([following])
+    if in_place:
+        all_gather = copy_engine.CopyEngineAllGather(group, device)
+        for layer in model:
+            assert isinstance(layer, FSDPModule)
+            layer.set_custom_all_gather(all_gather)
+            gather_in_place(layer, all_gather.gather_into)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(8):
+        x = torch.randn(1024, 2048, device=device, generator=torch.Generator(device).manual_seed(step + group.rank()))
+        be_late(group.rank(), step)
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
 
 
 def compare_times(group: dist.ProcessGroup) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from image_models import IMAGE_LAYOUTS
 from placement import mesh_of
@@ -52,6 +53,8 @@ from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
+from xorl.core.parallel import fsdp
+from xorl.core.torch_private import gather_in_place
 from xorl.kernels.attention import ring
 from xorl.lora import Adapter, adapters
 from xorl.lora.quantized import AdaptiveNoise
@@ -73,7 +76,8 @@ NUM_STEPS, NUM_STEPS_OF_MUON = 2, 3
 class Layout:
     """Options of section train that place a run on a number of ranks, and the names of the runs to compare there.
 
-    model: options of that section. num_passes: of a step on each rank.
+    model: options of that section. num_passes: of a step on each rank. in_place: FSDP2 gathers each parameter to where
+    it is used, as it does by copy engines.
     """
 
     num_ranks: int
@@ -81,6 +85,7 @@ class Layout:
     train: Options
     model: Options = field(default_factory=dict)
     num_passes: int = verify.NUM_MICRO_BATCHES
+    in_place: bool = False
 
 
 def _layout(num_ranks: int, runs: tuple[str, ...], **train: object) -> Layout:
@@ -112,6 +117,7 @@ LAYOUTS: dict[str, Layout] = {
             *(*SHARED, *PREFERENCES, "qwen3", "qwen3_next, LoRA", "gpt_oss"),
         ),
     ),
+    "fsdp 2, in place": replace(_layout(2, (*SPLIT, *RECOMPUTED, "qwen3_moe, operation")), in_place=True),
     "fsdp 2, a bin in each pass": replace(_layout(2, SPLIT), num_passes=NUM_BINS // 2),
     "fsdp 2, kept": _layout(2, (*SPLIT, *RECOMPUTED), enable_full_shard=False),
     # Offloading is refused on the CPU, which it does nothing for.
@@ -331,6 +337,21 @@ def run_in_layout(folder: Path, run: Run, layout: Layout, *, num_steps: int | No
             patch.setattr(ring, "MIN_PART_ELEMENTS", 1)
         if config.train.enable_cpu_offload:
             patch.setattr(model, "_require_device", lambda *_: None)
+        if layout.in_place:
+            patch.setattr(fsdp, "uses_copy_engines", lambda *_: True)
+            patch.setattr(fsdp, "_use_copy_engines", _use_gloo_in_place)
         patch.setattr(verify, "NUM_MICRO_BATCHES", layout.num_passes)
         found = steps(config, num_steps=num_steps)
     return found if runtime.global_rank() == 0 else None
+
+
+def _use_gloo_in_place(units: Sequence[FSDPModule], group: dist.ProcessGroup, _: torch.dtype | None) -> None:
+    def gather_into(wholes: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
+        def gather(shards: Sequence[Tensor]) -> None:
+            for whole, shard in zip(wholes, shards, strict=True):
+                dist.all_gather_into_tensor(whole, shard.to(whole.dtype), group=group)
+
+        return gather
+
+    for unit in units:
+        gather_in_place(unit, gather_into)

@@ -121,3 +121,29 @@ def test_shards_of_many_ranks_are_gathered(num_ranks: int, by_ranks: Callable[..
     for gathered in by_ranks(lambda: copy_engine.CopyEngineAllGather(None, CPU), work, num_ranks):
         for size, found in zip(SIZES * 3, gathered, strict=True):
             assert torch.equal(found, torch.cat([vector(size, rank, torch.bfloat16) for rank in range(num_ranks)]))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_shards_of_several_tensors_come_to_their_places(num_ranks: int, by_ranks: Callable[..., list]) -> None:
+    # Catches parts of tensors that lie on each other in a window, the end of one that does not fit, values that are not
+    # converted, and memory of the first call.
+    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
+
+    def work(collective: copy_engine.CopyEngineAllGather, rank: int) -> list[list[Tensor]]:
+        wholes = [torch.empty(num_ranks * size, dtype=dtype) for size, dtype in zip(SIZES, dtypes, strict=True)]
+        gather = collective.gather_into(wholes)
+        found = []
+        for call in range(4):
+            for whole in wholes:
+                whole.untyped_storage().resize_(0)
+                whole.untyped_storage().resize_(whole.nbytes)
+            time.sleep(0.001 * ((rank + call) % 3))
+            gather([vector(size, rank + call, torch.float32) for size in SIZES])
+            found.append([whole.clone() for whole in wholes])
+        return found
+
+    for calls in by_ranks(lambda: copy_engine.CopyEngineAllGather(None, CPU), work, num_ranks):
+        for call, wholes in enumerate(calls):
+            for size, dtype, found in zip(SIZES, dtypes, wholes, strict=True):
+                parts = [vector(size, rank + call, torch.float32) for rank in range(num_ranks)]
+                assert torch.equal(found, torch.cat(parts).to(dtype))

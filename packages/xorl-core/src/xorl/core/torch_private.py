@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -45,6 +46,7 @@ __all__ = [
     "configure_inductor",
     "flattened",
     "gather_event",
+    "gather_in_place",
     "gloo_group",
     "is_traceable_wrapper_subclass",
     "leave_out_of_replicas",
@@ -182,6 +184,70 @@ def reset_units(model: nn.Module) -> None:
             if hasattr(parameter, "_unsharded_param"):
                 parameter.unsharded_param.grad = None
         group.reshard()
+
+
+def gather_in_place(
+    unit: FSDPModule, gather_into: Callable[[Sequence[Tensor]], Callable[[Sequence[Tensor]], None]]
+) -> None:
+    """Gather the parameters of `unit` to where they are used, not to a buffer from which FSDP2 copies them.
+
+    Args:
+        unit: its parameters are gathered as before if one has hooks (`set_gather_hooks`) or is kept on the host.
+        gather_into: makes, of the memory of the gathered parameters, each [ranks x n], the function that gathers this
+            and the other ranks' shards, each flat [n] and padded.
+    """
+    group = parameter_group(unit)
+    if group is None:
+        return
+    unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
+    gather: Callable[[Sequence[Tensor]], None] | None = None
+    pending: AllGatherResult | None = None
+
+    def memory(parameter: FSDPParam) -> Tensor:
+        numel, dtype = parameter._sharded_param_data.numel(), parameter.param_dtype or parameter.orig_dtype
+        parameter.init_all_gather_outputs([numel], [dtype], group._all_gather_process_group.size(), group.device)
+        parameter.alloc_all_gather_outputs()
+        return parameter.all_gather_outputs[0]
+
+    def unshard_in_place(async_op: bool = False) -> None:
+        nonlocal gather, pending
+        if async_op or not all(_is_gathered_as_it_is(parameter) for parameter in group.fsdp_params):
+            unshard(async_op)
+            return
+        is_skipped = not group.unshard_in_backward and group._training_state == TrainingState.PRE_BACKWARD
+        if group._all_gather_result is not None or group.is_unsharded or is_skipped:
+            return
+        _, stream = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+        # The memory is that of units which were freed, and which the current stream may still read.
+        stream.wait_stream(group.device_handle.current_stream())
+        with torch.no_grad(), group.device_handle.stream(stream):
+            wholes = [memory(parameter) for parameter in group.fsdp_params]
+            gather = gather or gather_into(wholes)
+            with torch.autograd._unsafe_preserve_version_counter((*wholes,)):
+                gather([parameter._sharded_param_data for parameter in group.fsdp_params])
+            pending = AllGatherResult(wholes[0], stream.record_event(), None, [], [], [])
+        group._all_gather_result = pending
+
+    def wait_in_place() -> None:
+        nonlocal pending
+        if group._all_gather_result is None or group._all_gather_result is not pending:
+            wait_for_unshard()
+            return
+        group.device_handle.current_stream().wait_event(pending.all_gather_event)
+        for parameter in group.fsdp_params:
+            parameter.init_unsharded_param()
+        group._to_unsharded()
+        group._all_gather_result = pending = None
+
+    replace_method(group, "unshard", unshard_in_place)
+    replace_method(group, "wait_for_unshard", wait_in_place)
+
+
+def _is_gathered_as_it_is(parameter: FSDPParam) -> bool:
+    """Whether a parameter is the concatenation of the shards that ranks keep of it on their devices."""
+    has_hooks = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+    is_sharded = parameter.sharded_state != ShardedState.SHARDED_POST_FORWARD
+    return is_sharded and not has_hooks and not parameter.offload_to_cpu and parameter.fsdp_placement.dim == 0
 
 
 def gather_event(group: FSDPParamGroup) -> torch.Event | None:

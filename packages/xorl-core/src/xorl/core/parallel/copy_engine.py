@@ -2,23 +2,28 @@
 
 NCCL's kernels occupy streaming multiprocessors (SMs) that concurrent matrix products need. If ranks can access each
 other's memory, copy engines move the data over NVLink instead, through windows of symmetric memory. SMs then only copy
-a rank's own shard into its window and sum gradients.
+a rank's own shard into its window and its place, and sum gradients. Gathered parameters come to where they are used,
+not into a buffer from which FSDP2 would copy them.
 """
 
 from __future__ import annotations
 
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from xorl.core.torch_private import AllGather, ReduceScatter, symmetric_memory
+from xorl.kernels.torch_private import foreach_copy_
 
 # The size of one half of a window. Larger transfers are split into pieces.
 HALF_BYTES = 128 << 20
+# Of segments in a window, for copies and vector loads.
+ALIGNMENT = 256
 # The total size of a model's two windows, one for gathering and one for reducing.
 WINDOW_BYTES = 2 * 2 * HALF_BYTES
 
@@ -53,23 +58,97 @@ class CopyEngineAllGather(AllGather):
         assert group == self._group, "the window is shared with the ranks of another group"
         if async_op:
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
-        rank, num_ranks = self._peers.rank, self._peers.world_size
-        shards = output_tensor.view(torch.uint8).view(num_ranks, -1)
-        assert input_tensor.data_ptr() == shards[rank].data_ptr()
-        # Gathers may run on different streams but share one window.
-        self._done.wait()
-        for start in range(0, shards.shape[1], HALF_BYTES):
-            pieces = shards[:, start : start + HALF_BYTES]
-            size = pieces.shape[1]
-            self._window[self._half, :size].copy_(pieces[rank])
-            self._peers.barrier()
-            for step in range(1, num_ranks):
-                # In each step, every peer is read by one rank only.
-                peer = (rank + step) % num_ranks
-                pieces[peer].copy_(self._peers.get_buffer(peer, (size,), torch.uint8, self._half * HALF_BYTES))
-            self._half = 1 - self._half
-        self._done.record()
+        assert input_tensor.data_ptr() == output_tensor.chunk(self._peers.world_size)[self._peers.rank].data_ptr()
+        self.gather_into([output_tensor])([input_tensor])
         return None
+
+    def gather_into(self, wholes: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
+        """A function that gathers all ranks' shards of some tensors, each flat [n], on the current stream.
+
+        wholes: where the shards of all ranks go, each [ranks x n]. They are converted to its dtype. Its memory may be
+        another one in each call of the function.
+        """
+        parts = [whole.view(torch.uint8).view(self._peers.world_size, -1) for whole in wholes]
+        dtypes = [whole.dtype for whole in wholes]
+        pieces = [
+            (segments, [self._copies(half, segments, parts, dtypes) for half in (0, 1)])
+            for segments in pieces_of([part.shape[1] for part in parts])
+        ]
+
+        def gather(shards: Sequence[Tensor]) -> None:
+            # Gathers may run on different streams but share one window.
+            self._done.wait()
+            for segments, copies_of_halves in pieces:
+                copies = copies_of_halves[self._half]
+                own = [one.of(shards[one.index], dtypes[one.index]) for one in segments]
+                foreach_copy_(copies.sent, own)
+                if own[0].data_ptr() != copies.kept[0].data_ptr():
+                    foreach_copy_(copies.kept, copies.sent)
+                self._peers.barrier()
+                for target, source in copies.received:
+                    target.copy_(source)
+                self._half = 1 - self._half
+            self._done.record()
+
+        return gather
+
+    def _copies(
+        self, half: int, segments: Sequence[Segment], parts: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+    ) -> Copies:
+        """parts: for each tensor, the bytes of each rank's part [ranks, n]."""
+        rank, num_ranks = self._peers.rank, self._peers.world_size
+        # In each step, every peer is read by one rank only.
+        peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
+        return Copies(
+            [self._window[half, one.offset :][: one.size].view(dtypes[one.index]) for one in segments],
+            [parts[one.index][rank, one.start :][: one.size].view(dtypes[one.index]) for one in segments],
+            [
+                (
+                    parts[one.index][peer, one.start :][: one.size],
+                    self._peers.get_buffer(peer, (one.size,), torch.uint8, half * HALF_BYTES + one.offset),
+                )
+                for peer in peers
+                for one in segments
+            ],
+        )
+
+
+class Segment(NamedTuple):
+    """A part of the shard of tensor `index`, in bytes, and where it is in a half of a window."""
+
+    index: int
+    start: int
+    size: int
+    offset: int
+
+    def of(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        """The values of this part, which is of `dtype` in the window."""
+        return shard[self.start // dtype.itemsize :][: self.size // dtype.itemsize]
+
+
+class Copies(NamedTuple):
+    """The copies of some segments: into this rank's window, from there to their places, and from the peers' windows."""
+
+    sent: list[Tensor]
+    kept: list[Tensor]
+    received: list[tuple[Tensor, Tensor]]
+
+
+def pieces_of(sizes: Sequence[int]) -> list[list[Segment]]:
+    """The bytes of several shards as pieces, each of which fits into half of a window."""
+    pieces: list[list[Segment]] = [[]]
+    used = 0
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            if used >= HALF_BYTES:
+                pieces.append([])
+                used = 0
+            segment = Segment(index, start, min(size - start, HALF_BYTES - used), used)
+            pieces[-1].append(segment)
+            start += segment.size
+            used += -(-segment.size // ALIGNMENT) * ALIGNMENT
+    return pieces
 
 
 class CopyEngineReduceScatter(ReduceScatter):

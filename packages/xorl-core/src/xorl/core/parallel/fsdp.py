@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from xorl.core.nn.roles import DeclaresRoles, declared
 from xorl.core.parallel.collectives import Collectives, transport
 from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter
-from xorl.core.torch_private import FSDPParam, call_hooks_around, owner, parameter_group
+from xorl.core.torch_private import FSDPParam, call_hooks_around, gather_in_place, owner, parameter_group
 
 
 def shard(
@@ -99,6 +99,7 @@ def _use_copy_engines(units: Sequence[nn.Module], group: dist.ProcessGroup, para
     for unit in units:
         assert isinstance(unit, FSDPModule)
         unit.set_custom_all_gather(all_gather)
+        gather_in_place(unit, all_gather.gather_into)
         if reduce_scatter is not None:
             unit.set_custom_reduce_scatter(reduce_scatter)
 
