@@ -94,3 +94,12 @@ def test_a_row_that_cannot_be_split_equally_is_refused() -> None:
     # Catches tokens that are dropped at the end.
     with pytest.raises(ValueError, match=r"16 tokens cannot be shared by .* ring of 2 and 3 .* a multiple of 12"):
         ShardedLayout(SequenceLayout.from_lengths([16]), RankGroup(0, 2, "a"), RankGroup(0, 3, "b"), "c")
+
+
+def test_the_number_of_real_tokens_is_no_view() -> None:
+    # Catches a mixture that was compiled for a pack of one document, and stops at the first pack of several: of a view,
+    # torch also reads the size of the tensor that it is a view of, and specialises on it without a guard.
+    cu_seqlens = torch.tensor([0, 3], dtype=torch.int32)
+    layout = SequenceLayout(cu_seqlens, torch.arange(3), (3,), num_real=cu_seqlens[-1])
+    assert layout.num_real is not None
+    assert layout.num_real.untyped_storage().data_ptr() != cu_seqlens.untyped_storage().data_ptr()

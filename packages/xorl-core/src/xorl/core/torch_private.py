@@ -199,6 +199,7 @@ def gather_in_place(
     group = parameter_group(unit)
     if group is None:
         return
+    device = torch.get_device_module(group.device)
     unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
     gather: Callable[[Sequence[Tensor]], None] | None = None
     pending: AllGatherResult | None = None
@@ -219,8 +220,8 @@ def gather_in_place(
             return
         _, stream = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
         # The memory is that of units which were freed, and which the current stream may still read.
-        stream.wait_stream(group.device_handle.current_stream())
-        with torch.no_grad(), group.device_handle.stream(stream):
+        stream.wait_stream(device.current_stream())
+        with torch.no_grad(), device.stream(stream):
             wholes = [memory(parameter) for parameter in group.fsdp_params]
             gather = gather or gather_into(wholes)
             with torch.autograd._unsafe_preserve_version_counter((*wholes,)):
@@ -230,10 +231,10 @@ def gather_in_place(
 
     def wait_in_place() -> None:
         nonlocal pending
-        if group._all_gather_result is None or group._all_gather_result is not pending:
+        if pending is None or pending is not group._all_gather_result:
             wait_for_unshard()
             return
-        group.device_handle.current_stream().wait_event(pending.all_gather_event)
+        device.current_stream().wait_event(pending.all_gather_event)
         for parameter in group.fsdp_params:
             parameter.init_unsharded_param()
         group._to_unsharded()

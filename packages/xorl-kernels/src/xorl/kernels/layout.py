@@ -73,7 +73,8 @@ class SequenceLayout:
         self.cu_seqlens = cu_seqlens
         self.positions = positions
         self.lengths = lengths
-        self.num_real = num_real
+        # Of a view of `cu_seqlens`, compiled code would see all of it, and fix the number of documents without a guard.
+        self.num_real = None if num_real is None else num_real.clone()
         self.num_trained = num_trained
         self.offsets = torch.tensor(ends, dtype=torch.int64, device="cpu")
         self.max_seqlen = max(lengths, default=0)

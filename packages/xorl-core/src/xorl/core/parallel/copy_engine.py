@@ -80,7 +80,7 @@ class CopyEngineAllGather(AllGather):
             self._done.wait()
             for segments, copies_of_halves in pieces:
                 copies = copies_of_halves[self._half]
-                own = [one.of(shards[one.index], dtypes[one.index]) for one in segments]
+                own = [one.of(shards[one.tensor], dtypes[one.tensor]) for one in segments]
                 foreach_copy_(copies.sent, own)
                 if own[0].data_ptr() != copies.kept[0].data_ptr():
                     foreach_copy_(copies.kept, copies.sent)
@@ -100,11 +100,11 @@ class CopyEngineAllGather(AllGather):
         # In each step, every peer is read by one rank only.
         peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
         return Copies(
-            [self._window[half, one.offset :][: one.size].view(dtypes[one.index]) for one in segments],
-            [parts[one.index][rank, one.start :][: one.size].view(dtypes[one.index]) for one in segments],
+            [self._window[half, one.offset :][: one.size].view(dtypes[one.tensor]) for one in segments],
+            [parts[one.tensor][rank, one.start :][: one.size].view(dtypes[one.tensor]) for one in segments],
             [
                 (
-                    parts[one.index][peer, one.start :][: one.size],
+                    parts[one.tensor][peer, one.start :][: one.size],
                     self._peers.get_buffer(peer, (one.size,), torch.uint8, half * HALF_BYTES + one.offset),
                 )
                 for peer in peers
@@ -114,9 +114,9 @@ class CopyEngineAllGather(AllGather):
 
 
 class Segment(NamedTuple):
-    """A part of the shard of tensor `index`, in bytes, and where it is in a half of a window."""
+    """A part of the shard of a tensor, in bytes, and where it is in a half of a window."""
 
-    index: int
+    tensor: int
     start: int
     size: int
     offset: int
