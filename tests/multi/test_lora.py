@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, object]] = {
     "head and embedding": {"lora_target_modules": ["q_proj", "v_proj", "embed_tokens", "lm_head"]},
 }
 RECOMPUTED = ("qwen3, layer", "qwen3, operation", "qwen3, mlp", "qwen3, reentrant")
-NUM_BINS = 8
+NUM_BINS = 4
 OPTIMIZERS: dict[str, dict[str, object]] = {
     "muon": {"optimizer": "muon", "optimizer_dtype": "fp32"},
     "adamw": {"optimizer": "adamw"},
