@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, get_args
@@ -180,9 +181,9 @@ def _start(
 
 def _load(path: Path, overrides: tuple[str, ...], flags: Flags) -> dict[str, LoadedConfig]:
     """Returns the configuration to measure under the key "", and the --against ones under their options."""
-    if any(argument.partition("=")[0] == "--train.max_steps" for argument in overrides):
-        raise ValueError("--train.max_steps: in a benchmark it follows from --warmup and --steps; remove the option")
-    given = (*overrides, *fixed_overrides(flags.num_steps))
+    fixed = fixed_overrides(flags.num_steps)
+    _refuse_others(overrides, fixed)
+    given = (*overrides, *fixed)
     others = {text: [f"--{option}" for option in text.split()] for text in ("", *flags.against)}
     configs = {text: load_config(path, (*given, *options)) for text, options in others.items()}
     for loaded in configs.values():
@@ -192,6 +193,17 @@ def _load(path: Path, overrides: tuple[str, ...], flags: Flags) -> dict[str, Loa
                     "train.enable_profiling: not available in a benchmark; set it to false and use --profile"
                 )
     return configs
+
+
+def _refuse_others(overrides: tuple[str, ...], fixed: Sequence[str]) -> None:
+    """Raise ValueError for an override that gives an option another value than every benchmark does."""
+    names = {override.partition("=")[0] for override in fixed}
+    for argument, following in zip(overrides, (*overrides[1:], ""), strict=True):
+        name, _, value = argument.partition("=")
+        if name in names and f"{name}={value or following}" not in fixed:
+            is_number = name == "--train.max_steps"
+            why = "it follows from --warmup and --steps" if is_number else "nothing is saved, resumed or sent to wandb"
+            raise ValueError(f"{name}: in a benchmark {why}; remove the option")
 
 
 def _bench(path: Path, overrides: tuple[str, ...], flags: Flags) -> int:
