@@ -30,9 +30,9 @@ RECOMPUTING = ("enable_gradient_checkpointing", "enable_reentrant", "moe_checkpo
 def found(request: pytest.FixtureRequest, launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     """By layout and run, of those that were selected."""
     folder = write_models(tmp_path_factory.mktemp("models"))
-    own = [item.callspec.params for item in request.session.items if item.path == request.path]
+    items = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
     cells = {}
-    for layout, run in [(params["layout"], params["run"]) for params in own]:
+    for layout, run in [(item.callspec.params["layout"], item.callspec.params["run"]) for item in items]:
         cells[alone_key(run)] = (1, partial(alone, folder, RUNS[run]))
         placed = LAYOUTS[layout]
         is_muon = RUNS[run].train.get("optimizer") == "muon"

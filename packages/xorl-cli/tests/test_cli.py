@@ -110,7 +110,7 @@ def test_help_groups_the_commands(xorl) -> None:
         (["bench", "a.yaml", "--against", "train.fp8=rowise"], "did you mean rowwise?"),
         (["bench", "a.yaml", "--train.enable_profiling", "true"], "train.enable_profiling: not available"),
         (["bench", "a.yaml", "--train.max_steps", "3"], "it follows from --warmup and --steps; remove the option"),
-        (["bench", "a.yaml", "--train.save_epochs=1"], "in a benchmark nothing is saved, resumed or sent to wandb; remo"),
+        (["bench", "a.yaml", "--train.save_epochs=1"], "in a benchmark nothing is saved, resumed or sent"),
         (["train", "b.yaml"], "did you mean a.yaml?"),
         (["serve", "a.yaml"], "the options of the service have no sections: write those of model"),
         (["serve", "a.yaml", "--lora-rank", "2"], "did you mean the option --server.lora_rank?"),

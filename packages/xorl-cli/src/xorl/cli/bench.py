@@ -198,7 +198,7 @@ def _load(path: Path, overrides: tuple[str, ...], flags: Flags) -> dict[str, Loa
 def _refuse_others(overrides: tuple[str, ...], fixed: Sequence[str]) -> None:
     """Raise ValueError for an override that gives an option another value than every benchmark does."""
     names = {override.partition("=")[0] for override in fixed}
-    for argument, following in zip(overrides, (*overrides[1:], ""), strict=True):
+    for argument, following in zip(overrides, (*overrides[1:], ""), strict=False):
         name, _, value = argument.partition("=")
         if name in names and f"{name}={value or following}" not in fixed:
             is_number = name == "--train.max_steps"
