@@ -201,8 +201,9 @@ def _refuse_others(overrides: tuple[str, ...], fixed: Sequence[str]) -> None:
     for argument, following in zip(overrides, (*overrides[1:], ""), strict=False):
         name, _, value = argument.partition("=")
         if name in names and f"{name}={value or following}" not in fixed:
-            is_number = name == "--train.max_steps"
-            why = "it follows from --warmup and --steps" if is_number else "nothing is saved, resumed or sent to wandb"
+            why = "nothing is saved, resumed or sent to wandb"
+            if name == "--train.max_steps":
+                why = "it follows from --warmup and --steps"
             raise ValueError(f"{name}: in a benchmark {why}; remove the option")
 
 

@@ -189,12 +189,12 @@ def reset_units(model: nn.Module) -> None:
 def gather_in_place(
     unit: FSDPModule, gather_into: Callable[[Sequence[Tensor]], Callable[[Sequence[Tensor]], None]]
 ) -> None:
-    """Gather the parameters of `unit` to where they are used, not to a buffer from which FSDP2 copies them.
+    """Gather the parameters of `unit` straight into their own memory, not into a buffer from which FSDP2 copies them.
 
     Args:
-        unit: its parameters are gathered as before if one has hooks (`set_gather_hooks`) or is kept on the host.
-        gather_into: makes, of the memory of the gathered parameters, each [ranks x n], the function that gathers this
-            and the other ranks' shards, each flat [n] and padded.
+        unit: FSDP2 gathers its parameters as usual if one has hooks (`set_gather_hooks`) or is kept on the host.
+        gather_into: given the memory of all gathered parameters, each [ranks x n], returns a function that is called
+            with this rank's shards, each flat [n] and padded, and fills the memory with those of all ranks.
     """
     group = parameter_group(unit)
     if group is None:
@@ -219,7 +219,7 @@ def gather_in_place(
         if group._all_gather_result is not None or group.is_unsharded or is_skipped:
             return
         _, stream = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
-        # The memory is that of units which were freed, and which the current stream may still read.
+        # This memory may have belonged to units that are freed but that the current stream is still reading.
         stream.wait_stream(device.current_stream())
         with torch.no_grad(), device.stream(stream):
             wholes = [memory(parameter) for parameter in group.fsdp_params]
@@ -245,7 +245,7 @@ def gather_in_place(
 
 
 def _is_gathered_as_it_is(parameter: FSDPParam) -> bool:
-    """Whether a parameter is the concatenation of the shards that ranks keep of it on their devices."""
+    """Whether the gathered parameter is simply the ranks' shards, which are on their devices, one after the other."""
     has_hooks = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
     is_sharded = parameter.sharded_state != ShardedState.SHARDED_POST_FORWARD
     return is_sharded and not has_hooks and not parameter.offload_to_cpu and parameter.fsdp_placement.dim == 0

@@ -2,8 +2,8 @@
 
 NCCL's kernels occupy streaming multiprocessors (SMs) that concurrent matrix products need. If ranks can access each
 other's memory, copy engines move the data over NVLink instead, through windows of symmetric memory. SMs then only copy
-a rank's own shard into its window and its place, and sum gradients. Gathered parameters come to where they are used,
-not into a buffer from which FSDP2 would copy them.
+a rank's own shard, and sum gradients. Parameters are gathered straight into the memory that the model reads, not into a
+buffer from which FSDP2 would copy them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xorl.kernels.torch_private import foreach_copy_
 
 # The size of one half of a window. Larger transfers are split into pieces.
 HALF_BYTES = 128 << 20
-# Of segments in a window, for copies and vector loads.
+# Segments in a window start at multiples of this, for copies and vector loads.
 ALIGNMENT = 256
 # The total size of a model's two windows, one for gathering and one for reducing.
 WINDOW_BYTES = 2 * 2 * HALF_BYTES
@@ -65,8 +65,8 @@ class CopyEngineAllGather(AllGather):
     def gather_into(self, wholes: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
         """A function that gathers all ranks' shards of some tensors, each flat [n], on the current stream.
 
-        wholes: where the shards of all ranks go, each [ranks x n]. They are converted to its dtype. Its memory may be
-        another one in each call of the function.
+        wholes: where the shards of all ranks go, each [ranks x n]; shards are converted to the dtype of their tensor.
+            Its memory may be freed and allocated again between calls of the function.
         """
         parts = [whole.view(torch.uint8).view(self._peers.world_size, -1) for whole in wholes]
         dtypes = [whole.dtype for whole in wholes]
