@@ -3,12 +3,14 @@
 import gc
 import gzip
 import json
+import logging
 import os
 import shutil
 import signal
 import time
 import weakref
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,7 @@ from xorl.train.observe.devices import PEAK_BF16_FLOPS
 from xorl.train.observe.metrics_file import Metrics, MetricsFile
 from xorl.train.observe.observer import DivergedError, Observer
 from xorl.train.observe.profile import Profiler, build_profiler
-from xorl.train.observe.progress import progress_sink, set_up_logging
+from xorl.train.observe.progress import SAME_ON_ALL_RANKS, progress_sink, set_up_logging
 from xorl.train.observe.timing import StepTimer
 from xorl.train.output_dir import STARTED_FROM, open_output_dir, resume_from, start_of
 
@@ -373,6 +375,18 @@ def test_progress_in_a_file_is_lines(capsys: pytest.CaptureFixture[str]) -> None
     assert first.startswith("step 1/30 loss=2 lr=0.001 left=")
     assert last.startswith("step 30/30 loss=2 lr=0.001 left=0:00:00")
     assert evaluation == "evaluation step=30 eval_loss=1.5"
+
+
+def test_what_all_ranks_warn_of_is_told_by_the_main_one(capsys: pytest.CaptureFixture[str]) -> None:
+    # Catches a warning about an option in as many copies as there are ranks, and one that only another rank can give.
+    told = {}
+    for is_main in (False, True):
+        set_up_logging("progress_bar", "INFO", is_main=is_main)
+        for name in (*SAME_ON_ALL_RANKS, "xorl.data.stream.lane"):
+            assert find_spec(name) is not None
+            logging.getLogger(name).warning(name)
+        told[is_main] = capsys.readouterr().err.splitlines()
+    assert told == {False: ["xorl.data.stream.lane"], True: [*SAME_ON_ALL_RANKS, "xorl.data.stream.lane"]}
 
 
 def test_structured_lines_are_short(capsys: pytest.CaptureFixture[str]) -> None:

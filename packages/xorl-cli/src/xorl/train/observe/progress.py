@@ -24,6 +24,17 @@ logger = logging.getLogger(__name__)
 SHOWN = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "peak_memory_gib")
 SECONDS_BETWEEN_LINES = 10.0  # keeps log files short
 SECONDS_BEFORE_NOTICE = 5.0  # of a phase of the start-up
+# Modules whose warnings are about options, the model's folder or the data: all ranks give the same.
+SAME_ON_ALL_RANKS = (
+    "xorl.core.models.hf_config",
+    "xorl.lora.peft.config",
+    "xorl.train.build",
+    "xorl.train.checkpoint_model",
+    "xorl.train.checkpoints",
+    "xorl.train.data",
+    "xorl.train.images",
+    "xorl.train.startup",
+)
 
 
 def progress_sink(log_format: LogFormat, num_steps: int, start_step: int) -> Sink:
@@ -105,7 +116,7 @@ class _TqdmHandler(logging.Handler):
 
 
 def set_up_logging(log_format: LogFormat, level: LogLevel, *, is_main: bool) -> None:
-    """Log to standard error, one event per line. Ranks other than the main one only log warnings and errors."""
+    """Log to standard error, one event per line. Other ranks than the main one log errors and their own warnings."""
     # tqdm's default lock is shared with forked processes: if one is killed while it holds the lock, all others hang.
     tqdm.set_lock(threading.RLock())
     handler = _TqdmHandler()
@@ -115,6 +126,8 @@ def set_up_logging(log_format: LogFormat, level: LogLevel, *, is_main: bool) -> 
     root.handlers[:] = [handler]
     root.propagate = False
     root.setLevel(level if is_main or level == "ERROR" else logging.WARNING)
+    for name in SAME_ON_ALL_RANKS:
+        logging.getLogger(name).setLevel(logging.NOTSET if is_main else logging.ERROR)
     if not torch.cuda.is_available():
         # Where there is no GPU, the compiler warns that there is none.
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
