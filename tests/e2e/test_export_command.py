@@ -1,6 +1,8 @@
 """`xorl export` on adapters that PEFT wrote: merged, cast, verified by transformers and PEFT, and refused."""
 
 import json
+import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -35,9 +37,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (None, 0.05)])
 def test_a_merged_model_is_what_peft_computes(
-    folders: Path, tmp_path: Path, dtype: torch.dtype | None, limit: float
+    folders: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: torch.dtype | None, limit: float
 ) -> None:
-    # Catches a merge that rounds more than once, and weights or a config.json in another precision than was asked for.
+    # Catches a merge that rounds more than once, weights or a config.json in another precision than was asked for, and
+    # a verification that does not say how close the logits are.
+    caplog.set_level(logging.INFO)
     folder = export_saved(str(folders / "adapter"), str(tmp_path / "merged"), merge=True, dtype=dtype, verify=True)
     merged = AutoModelForCausalLM.from_pretrained(folder)
     assert merged.dtype == (dtype or torch.bfloat16)
@@ -47,6 +51,7 @@ def test_a_merged_model_is_what_peft_computes(
     assert f"| base model | {folders / 'base'} |" in card
     limits = [float(line.split("|")[2]) for line in card.splitlines() if "share of the largest logit" in line]
     assert limits[0] <= limit
+    assert re.search(r"verified: .*as a share of the largest logit: [\d.e-]+, same most likely token: ", caplog.text)
 
 
 def test_an_adapter_is_written_again_as_peft_reads_it(folders: Path, tmp_path: Path) -> None:

@@ -293,12 +293,12 @@ async def test_a_sampler_that_was_forgotten_while_its_sample_waited_is_to_be_mad
 @in_a_loop
 async def test_workers_that_stay_away_end_requests_with_an_error_and_lose_no_model(tmp_path):
     """Catches a future that hangs where no workers come back."""
-    chosen = options(tmp_path, worker_connection_timeout_s=0.5)
+    chosen = options(tmp_path, worker_connection_timeout_s=1.5)
     async with running(chosen) as client:
         with workers(chosen):
             await client.create()
             await client.do(forward_backward(1), 1)
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(1.6)
         state = client.orchestrator.state
         await until(lambda: not state.workers.is_connected)
         # They were there for longer than they may be away, which is not to be away for so long.

@@ -59,13 +59,14 @@ def require_space(root: Path, num_bytes: int) -> float:
     usage = shutil.disk_usage(root)
     if usage.total and usage.free < num_bytes:  # some network file systems report no sizes
         raise CheckpointFailure(
-            f"{os.strerror(errno.ENOSPC)} for a checkpoint: it needs {_size(num_bytes)}, but the disk of {root} has "
-            f"only {_size(usage.free)} free; free space there"
+            f"{os.strerror(errno.ENOSPC)} for a checkpoint: it needs {size_text(num_bytes)}, but the disk of {root} has "
+            f"only {size_text(usage.free)} free; free space there"
         )
     return usage.free if usage.total else math.inf
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: float) -> str:
+    """A number of bytes in GiB, or in MiB if it is small, for messages."""
     unit, name = (2**30, "GiB") if num_bytes >= 2**28 else (2**20, "MiB")
     return f"{num_bytes / unit:.2f} {name}"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from xorl.ckpt import BackgroundWriter, Checkpointer, CheckpointError, CheckpointFailure, Stateful
 from xorl.ckpt.files import FileRecord
 from xorl.ckpt.layout import JSON, TensorRecord
-from xorl.ckpt.publish import require_space, set_aside_after
+from xorl.ckpt.publish import require_space, set_aside_after, size_text
 from xorl.ckpt.ranks import fail_together, this_rank
 
 logger = logging.getLogger(__name__)
@@ -103,11 +103,11 @@ class Saves:
                 free = require_space(root.parent, num_bytes)
                 if not self.checkpointer.removes_old and free < num_saves * num_bytes:
                     logger.warning(
-                        "train.keep_last: the run saves %d checkpoints of %.2f GiB, but only %.2f GiB are free; set "
-                        "it to remove old ones",
+                        "train.keep_last: the run saves %d checkpoints of %s, but only %s are free; set it to remove "
+                        "old ones",
                         num_saves,
-                        num_bytes / 2**30,
-                        free / 2**30,
+                        size_text(num_bytes),
+                        size_text(free),
                     )
         if self._background is not None:
             self._background.reserve(tensors)

@@ -127,9 +127,10 @@ def _loading(opener: str, base: str | None, facts: Figures, readers: Sequence[Re
     return ["```sh", *(commands[reader] for reader in readers), "```"]
 
 
+def texts_of(figures: Figures) -> dict[str, str]:
+    """The figures with three significant digits."""
+    return {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in figures.items()}
+
+
 def _table(figures: Figures) -> list[str]:
-    rows = [
-        f"| {name} | {value:.3g} |" if isinstance(value, float) else f"| {name} | {value} |"
-        for name, value in figures.items()
-    ]
-    return ["| | |", "|---|---|", *rows]
+    return ["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in texts_of(figures).items())]

@@ -20,7 +20,7 @@ from xorl.lora.peft.forms import Reader, readers_of
 from xorl.lora.peft.layout import MadeTensors, expert_of
 from xorl.train.adapters.files import header_of
 from xorl.train.adapters.folder import AdapterFolder
-from xorl.train.export.card import MERGED_ADAPTER, Figures, adapter_facts, model_card
+from xorl.train.export.card import MERGED_ADAPTER, Figures, adapter_facts, model_card, texts_of
 from xorl.train.export.rest import Rest
 from xorl.train.export.source import SavedModel, open_saved
 from xorl.train.export.verify import verify_adapter, verify_model
@@ -70,6 +70,8 @@ def export_saved(
                 figures = verify_model(temporary, saved, narrowest)
         card = _card(folder.name, saved, narrowest, figures, readers)
         write_file(temporary / CARD_FILE, card.encode())
+    if figures is not None:
+        logger.info("verified: %s", ", ".join(f"{name}: {text}" for name, text in texts_of(figures).items()))
     logger.info("exported=%s", folder)
     return folder
 
