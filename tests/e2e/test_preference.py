@@ -121,6 +121,22 @@ def test_the_cache_keeps_scores_by_weights_and_pairs(folder: Path, run_ranks) ->
     assert [record.get("loss") for record in one] == [record.get("loss") for record in same]
 
 
+def test_a_run_resumed_with_another_loss_says_so(folder: Path, run_ranks, caplog: pytest.LogCaptureFixture) -> None:
+    # Catches a run that changes what it minimises without a word.
+    def resumed() -> list[str]:
+        warnings = []
+        for loss, steps in (("dpo", 1), ("dpo", 2), ("simpo", 3)):
+            caplog.clear()
+            options = {"max_steps": steps, "save_steps": 1, "load_checkpoint_path": "auto"}
+            run(folder, "output", loss=loss, train=options)
+            warnings.append(" ".join(each.getMessage() for each in caplog.records if each.levelname == "WARNING"))
+        return warnings
+
+    [[start, same, other]] = run_ranks(resumed, 1)
+    assert "was saved with" not in start + same
+    assert 'global_step_2 was saved with train.loss: "dpo", now "simpo"' in other
+
+
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "other rows": (
         {"data": {"datasets": [{"path": "a", "type": "chat"}]}},

@@ -197,14 +197,17 @@ class Checkpoints:
         trained_only = frozen is not None and f"model.{frozen}" not in manifest.tensors
         if trained_only:
             require_same_base(path, manifest.info, self._info)
+        differing = differing_options(path, manifest.info, self._info, configs.get(""))
+        message = f"train.load_checkpoint_path: {path} was saved with {'; '.join(differing)}"
         try:
-            return self.saves.checkpointer.load(path, self._engine.state(trained_only=trained_only))
+            loaded = self.saves.checkpointer.load(path, self._engine.state(trained_only=trained_only))
         except CheckpointError as error:
-            differing = differing_options(path, manifest.info, self._info, configs.get(""))
             if not differing:
                 raise
-            message = f"train.load_checkpoint_path: {path} was saved with {'; '.join(differing)}"
             raise CheckpointError(f"{message}\n{error}") from error
+        if differing:
+            logger.warning("%s", message)
+        return loaded
 
 
 def require_scale(path: Path, spec: AdapterSpec) -> None:
