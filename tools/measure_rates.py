@@ -267,7 +267,7 @@ def _layers(
     train = config.train.model_copy(update={"init_device": "meta"})
     mesh = Mesh(ParallelDims(dp_shard=runtime.world_size()), device.type)
     return build_model(
-        architecture, config.model, train, config.lora, mesh, device, fill_=_fill_with_zeros, apart=mode == "none"
+        architecture, config.model, train, config.lora, mesh, device, fill_=_fill_with_zeros, alone=mode == "none"
     )
 
 

@@ -69,7 +69,7 @@ def test_replayed_graphs_compute_the_same_bits(ranks: RankGroup, monkeypatch: py
     # graph of another layer or size.
     found, dispatcher = steps(ranks)
     assert len(dispatcher.graphs) == 2 * 2 * 2  # forward and backward, of two layers, of two sizes
-    monkeypatch.setattr(module, "MOST_TOKENS_OF_GRAPH", 0)
+    monkeypatch.setattr(module, "MAX_GRAPH_TOKENS", 0)
     expected, plain = steps(ranks)
     assert len(plain.graphs) == 0
     for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):

@@ -234,7 +234,7 @@ def test_ranks_do_not_train_apart_silently() -> None:
         mesh, policy = Mesh(ParallelDims(dp_shard=2), "cpu"), ParallelPolicy(data_parallel_mode="none")
         with pytest.raises(ValueError, match="data_parallel_mode: none is for one rank, and the 2 ranks"):
             parallelize(Named(), mesh, policy, device="cpu")
-        parallelize(Named(), mesh, policy, device="cpu", apart=True)
+        parallelize(Named(), mesh, policy, device="cpu", alone=True)
     finally:
         dist.destroy_process_group()
 

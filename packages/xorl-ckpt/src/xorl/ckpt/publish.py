@@ -59,8 +59,8 @@ def require_space(root: Path, num_bytes: int) -> float:
     usage = shutil.disk_usage(root)
     if usage.total and usage.free < num_bytes:  # some network file systems report no sizes
         raise CheckpointFailure(
-            f"{os.strerror(errno.ENOSPC)} for a checkpoint: it needs {size_text(num_bytes)}, but the disk of {root} has "
-            f"only {size_text(usage.free)} free; free space there"
+            f"{os.strerror(errno.ENOSPC)} for a checkpoint: it needs {size_text(num_bytes)}, but the disk of {root} "
+            f"has only {size_text(usage.free)} free; free space there"
         )
     return usage.free if usage.total else math.inf
 

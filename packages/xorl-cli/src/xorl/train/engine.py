@@ -154,7 +154,7 @@ class Engine:
         pending = list(batches)
         routers = routers_of(self.model)
         self.timer.start()
-        self.model.keep_earlier_gradients_once()
+        self.model.drop_replicated_gradients()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         routing = torch.zeros(0 if routers is None else routers.num_sums, dtype=torch.float64, device=self.device)
 

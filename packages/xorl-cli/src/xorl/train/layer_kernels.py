@@ -39,11 +39,11 @@ RECURRENCE_OPTION = "model.recurrence_implementation"
 
 
 def choose_layer_kernels(
-    config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device, mesh: Mesh, *, apart: bool
+    config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device, mesh: Mesh, *, alone: bool
 ) -> LayerKernels:
     """The functions that a model's layers compute with on `device`. Collective with deepep.
 
-    apart: for a measurement on each rank alone.
+    alone: for a measurement in which each rank computes without the others.
     """
     attention = _attention_by_layer(config, model, train, device)
     experts = grouped.experts
@@ -57,7 +57,7 @@ def choose_layer_kernels(
         kernels,
         experts=experts,
         recurrence=_recurrence(config, model, train, device),
-        dispatcher=None if mesh.ep is None else _dispatcher(mesh.ep, config, model, apart=apart),
+        dispatcher=None if mesh.ep is None else _dispatcher(mesh.ep, config, model, alone=alone),
         tensor=TensorRanks(mesh.tp.ranks),
         attention_by_layer=attention,
     )
@@ -133,15 +133,15 @@ def _recurrence(config: DecoderConfig, model: ModelConfig, train: TrainConfig, d
     return functions
 
 
-def _dispatcher(axis: Axis, config: DecoderConfig, model: ModelConfig, *, apart: bool) -> Dispatcher[Any]:
-    """Collective with deepep. apart: for a measurement on each rank alone."""
+def _dispatcher(axis: Axis, config: DecoderConfig, model: ModelConfig, *, alone: bool) -> Dispatcher[Any]:
+    """Collective with deepep. alone: as for `choose_layer_kernels`."""
     name = dispatch_name(config, model, axis.size)
-    if model.ep_dispatch == "auto" and not apart:
+    if model.ep_dispatch == "auto" and not alone:
         share = sent_share(axis.size, num_active(config))
         logger.debug("ep_dispatch=auto takes %s pairs_sent=%.2f ranks=%d", name, share, axis.size)
     if name == "allgather":
-        return AllGather(axis.ranks, apart=apart)
-    assert not apart, "other exchanges need other ranks"
+        return AllGather(axis.ranks, alone=alone)
+    assert not alone, "other exchanges need other ranks"
     if name == "alltoall":
         return AllToAll(axis.ranks)
     return DeepEP(

@@ -102,12 +102,12 @@ def build_model(
     fill_: Callable[[nn.Module], None] | None = None,
     *,
     stage: Stage | None = None,
-    apart: bool = False,
+    alone: bool = False,
 ) -> ParallelModel:
     """Build and parallelize the model and load its weights; collective if it is placed on several ranks.
 
-    `fill_` sets the weights instead of loading them. `stage` is what a rank of a pipeline has; None: all. `apart` is
-    for a measurement in which each rank computes alone, as if the ranks that share its experts had the same tokens.
+    `fill_` sets the weights instead of loading them. `stage` is what a rank of a pipeline has; None: all. `alone`: each
+    rank computes without the others, for a measurement, as if ranks that share its experts had the same tokens.
     Parameters are created on the meta device and sharded before they get memory, so no rank ever holds more than its
     part. With `train.init_device` cpu or cuda, each rank first fills the whole model on that device.
     """
@@ -119,7 +119,7 @@ def build_model(
         emulated = " emulated=true (slower than bf16: a CPU has no fp8)" if device.type == "cpu" else ""
         logger.debug("fp8 recipe=%s device=%s%s", train.fp8, device, emulated)
     require_dispatch(architecture.config, model, train, device)
-    kernels = choose_layer_kernels(architecture.config, model, train, device, mesh, apart=apart)
+    kernels = choose_layer_kernels(architecture.config, model, train, device, mesh, alone=alone)
     with torch.device("meta"):
         module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv, kernels=kernels)
     start, quantization = _adapt_(module, architecture, model, train, lora)
@@ -141,7 +141,7 @@ def build_model(
         fill(module)
         module.to(device)
     policy, later = parallel_policy(model, train), None if is_filled else fill
-    parallel = parallelize(module, mesh, policy, device=device, fill=later, apart=apart)
+    parallel = parallelize(module, mesh, policy, device=device, fill=later, alone=alone)
     if stage is None:
         return parallel
     return replace(parallel, sketch=_sketch(architecture, model, train, lora, LayerKernels()))

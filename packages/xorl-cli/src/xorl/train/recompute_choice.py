@@ -233,7 +233,7 @@ def measure_slice(
     lora = lora_of_few_layers(config.lora, part)
     before = rng_state(device)
     try:
-        model = build_model(part, config.model, train, lora, mesh, device, fill_=_fill_with_zeros, apart=True)
+        model = build_model(part, config.model, train, lora, mesh, device, fill_=_fill_with_zeros, alone=True)
         assert isinstance(model.module, Decoder)
         _pass(model, device, batch)  # compiles
         model.module.zero_grad(set_to_none=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from xorl.core.nn.all_gather import passes_of
-from xorl.core.nn.gathered_experts import MOST_TOKENS_OF_GRAPH
+from xorl.core.nn.gathered_experts import MAX_GRAPH_TOKENS
 from xorl.kernels.linear_ce import GRADIENT_BYTES, LOGITS_BYTES, chunk_rows
 from xorl.kernels.torch_private import (
     OpOverload,
@@ -300,7 +300,7 @@ def _gathered_experts(name: str, args: Sequence[Any], num_bytes: float) -> Opera
         scale=ids.numel() / gate_up.shape[0],
         ranks=num_ranks,
         ring_bytes=float(num_exchanges * num_ranks * _num_bytes(x)),
-        launches=launches if len(x) > MOST_TOKENS_OF_GRAPH else GRAPH_LAUNCHES,
+        launches=launches if len(x) > MAX_GRAPH_TOKENS else GRAPH_LAUNCHES,
     )
 
 
@@ -338,7 +338,7 @@ def _inner_bytes(name: str, args: Sequence[Any]) -> int:
         is_backward = name.endswith("_backward")
         x, _, ids, gate_up = args[is_backward : 4 + is_backward]
         num_ranks = args[8 + is_backward]
-        if len(x) <= MOST_TOKENS_OF_GRAPH:
+        if len(x) <= MAX_GRAPH_TOKENS:
             return 0  # in memory that the graphs hold
         rows, columns = 2 * x.shape[1] + gate_up.shape[1] // 2, gate_up.shape[1]
         rows += (x.shape[1] + columns) * is_backward

@@ -48,7 +48,7 @@ class AllGather:
 
     Args:
         group: the ranks that share the experts.
-        apart: pretend that all ranks hold this one's tokens, for measurements on a rank alone.
+        alone: pretend that all ranks hold this one's tokens, for a measurement without the others.
 
     Attributes:
         graphs: of the experts whose tokens it gathers (`gathered_experts`).
@@ -56,17 +56,17 @@ class AllGather:
 
     returns_late = False
 
-    def __init__(self, group: RankGroup, *, apart: bool = False) -> None:
+    def __init__(self, group: RankGroup, *, alone: bool = False) -> None:
         self.group = group
         self.graphs = Graphs()
-        self._apart = apart
+        self._alone = alone
         self._exact = AllToAll(group)
 
     def plan(
         self, ids: Tensor, num_experts: int, num_real: Tensor | None, most_tokens: int | None = None
     ) -> GatherPlan | object:
         """As `Dispatcher.plan`."""
-        if most_tokens is None and not self._apart:
+        if most_tokens is None and not self._alone:
             return self._exact.plan(ids, num_experts, num_real)
         num_tokens = ids.shape[0]
         if num_real is not None:
@@ -94,7 +94,7 @@ class AllGather:
     @property
     def group_name(self) -> str:
         """Of the collectives; ALONE if there are none."""
-        return ALONE if self._apart else self.group.name
+        return ALONE if self._alone else self.group.name
 
 
 class GatherPlan(NamedTuple):

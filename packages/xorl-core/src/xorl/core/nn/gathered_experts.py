@@ -27,7 +27,7 @@ from xorl.kernels.experts.plan import RoutePlan
 
 # Tokens of the rank that has most. With more, the GPU computes a layer's experts for longer than the host launches
 # them, and a graph would only hold memory of its own.
-MOST_TOKENS_OF_GRAPH = 8192
+MAX_GRAPH_TOKENS = 8192
 
 
 def gathered_experts(
@@ -67,7 +67,7 @@ def graph_bytes(num_tokens: int, num_active: int, num_ranks: int, gate_up: Tenso
         gate_up: [L * 2F, D], the weights of this rank in the compute dtype; a meta tensor will do.
         down: [L * D, F].
     """
-    if num_tokens > MOST_TOKENS_OF_GRAPH:
+    if num_tokens > MAX_GRAPH_TOKENS:
         return 0
     width, inner = gate_up.shape[1], down.shape[1]
     num_gathered = num_tokens * num_ranks
@@ -102,9 +102,9 @@ def _gathered_experts(
         )
         return (all_gather.reduce_rows(out, len(x), num_ranks, group_name),)
 
-    moved = _with_missing(num_missing, num_experts, x, weights, ids)
+    copied = _with_missing(num_missing, num_experts, x, weights, ids)
     constants = "forward", num_experts, rank, num_ranks, group_name, products, *gate
-    (out,) = _run(compute, moved, (gate_up, down), constants, group_name, graphs)
+    (out,) = _run(compute, copied, (gate_up, down), constants, group_name, graphs)
     return out[: len(x)]
 
 
@@ -141,9 +141,9 @@ def _gathered_experts_backward(
         of_tokens = all_gather.reduce_tokens(grad_x, grad_weights, len(x), num_ranks, group_name)
         return *of_tokens, grad_gate_up, grad_down
 
-    moved = _with_missing(num_missing, num_experts, grad, x, weights, ids)
+    copied = _with_missing(num_missing, num_experts, grad, x, weights, ids)
     constants = "backward", num_experts, rank, num_ranks, group_name, products, *gate, trains_experts
-    grad_x, grad_weights, *of_experts = _run(compute, moved, (gate_up, down), constants, group_name, graphs)
+    grad_x, grad_weights, *of_experts = _run(compute, copied, (gate_up, down), constants, group_name, graphs)
     return grad_x[: len(x)], grad_weights[: len(x)], of_experts[0], of_experts[1]
 
 
@@ -176,17 +176,17 @@ def _with_missing(num_missing: int, num_experts: int, *inputs: Tensor) -> list[T
 
 def _run(
     compute: Compute,
-    moved: Sequence[Tensor],
+    copied: Sequence[Tensor],
     fixed: Sequence[Tensor],
     constants: tuple[object, ...],
     group_name: str,
     graphs: int,
 ) -> tuple[Tensor, ...]:
-    """`compute(*moved, *fixed)`, in a graph where that pays."""
-    is_long = len(moved[0]) > MOST_TOKENS_OF_GRAPH
-    if is_long or moved[0].device.type != "cuda" or group_name == ALONE:
-        return compute(*moved, *fixed)
-    return graphs_of(graphs).run(compute, moved, fixed, constants)
+    """`compute(*copied, *fixed)`, in a graph where that pays."""
+    is_long = len(copied[0]) > MAX_GRAPH_TOKENS
+    if is_long or copied[0].device.type != "cuda" or group_name == ALONE:
+        return compute(*copied, *fixed)
+    return graphs_of(graphs).run(compute, copied, fixed, constants)
 
 
 class _Context(FunctionCtx):

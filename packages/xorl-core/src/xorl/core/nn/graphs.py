@@ -1,4 +1,4 @@
-"""CUDA graphs of functions that operators compute: kernels that the host launches together instead of one by one."""
+"""CUDA graphs inside operators: the host launches all kernels of a function at once instead of one by one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 Compute = Callable[..., tuple[Tensor, ...]]
 
-# Calls before the first capture: they compile kernels and choose configurations, which a capture cannot.
-CALLS_BEFORE = 1
-# The most sizes of inputs that have graphs: one for a size that occurs only once or twice costs more than it saves.
-MOST_SIZES = 8
-# Graphs read parameters where they were at the capture, so parameters that move leave useless graphs behind.
-MOST_GRAPHS = 1024
+# Calls before the capture, which compile kernels and choose configurations: a capture cannot.
+WARMUP_CALLS = 1
+# Sizes of inputs that get graphs. Further sizes are too rare for a capture to pay.
+MAX_SIZES = 8
+# Beyond this number all graphs are dropped: those of parameters that have moved in memory are never used again.
+MAX_GRAPHS = 1024
 
 _numbers = count()
 _by_number: WeakValueDictionary[int, Graphs] = WeakValueDictionary()
@@ -35,14 +35,14 @@ class _Captured:
 
 
 class Graphs:
-    """Captures functions on the call after the first with the same sizes, and replays them from then on.
+    """Captures a function at its second call with the same sizes, and replays it from then on.
 
-    The graphs share memory for what they compute in between and for their outputs, so one call must be done before the
-    next, which a stream ensures. Outputs are copied. Functions may communicate: ranks that make the same calls capture
-    the same of them.
+    All graphs share the memory of their intermediate values and outputs, so a call must end before the next begins,
+    which holds on one stream. Outputs are therefore copied. A function may communicate: ranks that make the same calls
+    capture at the same ones.
 
     Attributes:
-        number: by which an operator finds them (`graphs_of`), because it cannot be given objects.
+        number: identifies this object to operators (`graphs_of`), whose arguments cannot be objects.
     """
 
     def __init__(self) -> None:
@@ -58,31 +58,30 @@ class Graphs:
         return len(self._captured)
 
     def run(
-        self, compute: Compute, moved: Sequence[Tensor], fixed: Sequence[Tensor], constants: Hashable
+        self, compute: Compute, copied: Sequence[Tensor], fixed: Sequence[Tensor], constants: Hashable
     ) -> tuple[Tensor, ...]:
-        """`compute(*moved, *fixed)`, without gradients.
+        """`compute(*copied, *fixed)`, without gradients.
 
         Args:
             compute: launches the same kernels in every call with the same sizes and constants, and never waits for the
                 device.
-            moved: inputs that are copied to where a graph reads them.
-            fixed: inputs that a graph reads where they are, such as parameters. Others at another place have a graph of
-                their own.
-            constants: everything else in which calls differ.
+            copied: inputs that change between calls; they are copied into the memory that a graph reads.
+            fixed: inputs that a graph reads in place, such as parameters. Each set of addresses needs a graph.
+            constants: everything else in which calls may differ.
         """
-        sizes = constants, tuple((each.shape, each.dtype) for each in moved)
+        sizes = constants, tuple((each.shape, each.dtype) for each in copied)
         key = sizes, tuple((each.data_ptr(), each.shape, each.dtype) for each in fixed)
         captured = self._captured.get(key)
         if captured is None:
             self._calls[key] += 1
-            if self._calls[key] <= CALLS_BEFORE or (sizes not in self._inputs and len(self._inputs) >= MOST_SIZES):
-                return compute(*moved, *fixed)
+            if self._calls[key] <= WARMUP_CALLS or (sizes not in self._inputs and len(self._inputs) >= MAX_SIZES):
+                return compute(*copied, *fixed)
             if sizes not in self._inputs:
-                self._inputs[sizes] = [torch.empty_like(each) for each in moved]
-            if len(self._captured) >= MOST_GRAPHS:
+                self._inputs[sizes] = [torch.empty_like(each) for each in copied]
+            if len(self._captured) >= MAX_GRAPHS:
                 self._captured.clear()
             captured = self._captured[key] = self._capture(compute, self._inputs[sizes], fixed)
-        for place, given in zip(captured.inputs, moved, strict=True):
+        for place, given in zip(captured.inputs, copied, strict=True):
             place.copy_(given)
         captured.graph.replay()
         return tuple(each.clone() for each in captured.outputs)

@@ -138,11 +138,11 @@ class ParallelModel:
             self.module.train(mode)
 
     @torch.no_grad()
-    def keep_earlier_gradients_once(self) -> None:
-        """Call this before the micro-batches of a call, if gradients of earlier calls may be left.
+    def drop_replicated_gradients(self) -> None:
+        """Under DDP, keep gradients of earlier calls on the first replica only. Call it before new micro-batches.
 
-        DDP sums whole gradients over its replicas, including earlier ones, which are sums already. So only the first
-        replica keeps these. With half-precision parameters, earlier gradients are set aside during passes.
+        They are sums over the replicas already, and DDP is about to sum whole gradients over the replicas again. With
+        half-precision parameters, earlier gradients are set aside during passes instead.
         """
         if isinstance(self.forward, Replicated) and not self._in_half_precision and self.mesh.loss.rank:
             for parameter in self.forward.summed:
@@ -217,12 +217,12 @@ class ParallelModel:
     @cached_property
     def divides_experts(self) -> bool:
         """Whether every forward pass is collective, because other ranks hold experts that its tokens need."""
-        return bool(experts_apart(self.module))
+        return bool(separate_experts(self.module))
 
     @cached_property
     def gathers_tokens(self) -> bool:
         """Whether layers need `SequenceLayout.most_tokens` to gather the tokens of all ranks for their experts."""
-        return any(isinstance(experts.dispatcher, AllGather) for experts in experts_apart(self.module))
+        return any(isinstance(experts.dispatcher, AllGather) for experts in separate_experts(self.module))
 
     def cuda_graph_capture(self) -> AbstractContextManager[None]:
         """Context manager, inside `generation`, for capturing the forward pass of a gathered model in a CUDA graph."""
@@ -262,7 +262,7 @@ def parallelize(
     *,
     device: torch.device | str,
     fill: Callable[[nn.Module], None] | None = None,
-    apart: bool = False,
+    alone: bool = False,
 ) -> ParallelModel:
     """Apply `policy` to `model`, in place, and return it with the module to call.
 
@@ -284,15 +284,15 @@ def parallelize(
     if there is one; if the head is tied, the loss reads `model.head_weight`, which the embedding owns.
 
     Gradients are summed over the ranks, not averaged: divide by the number of tokens of all ranks, as `scale_and_clip_`
-    does. Under ddp, only `forward` of the result reduces them, not the model itself. In the mode "none" nothing does:
-    ranks of a larger mesh would train apart, which `apart` allows, for measurements.
+    does. Under ddp, only `forward` of the result reduces them, not the model itself. In the mode "none" nothing does;
+    a mesh of several ranks is then refused, unless each computes `alone`, for a measurement.
 
     Raises ValueError, before anything is changed, if `check_parallelizable` does, for a mesh with unsupported axes or
     with several ranks under "none", and for a `fill` that is missing or would not be called.
     """
     device = torch.device(device)
     check_parallelizable(model, policy, device.type)
-    _check_mesh(mesh, policy, device, apart=apart)
+    _check_mesh(mesh, policy, device, alone=alone)
     _check_fill(model, fill)
     _PARALLELIZED.add(model)
     layers, head = layers_of(model), getattr(model, "lm_head", None)
@@ -303,7 +303,7 @@ def parallelize(
     if policy.activation_offload_limit is not None:
         ActivationOffload(device, limit_bytes=policy.activation_offload_limit).install(list(layers))
     if policy.data_parallel_mode == "fsdp2":
-        last, experts = [head] if isinstance(head, nn.Module) else [], experts_apart(model)
+        last, experts = [head] if isinstance(head, nn.Module) else [], separate_experts(model)
         units = sharding_units(
             model, policy.unit_modules, [*encoder_layers, *layers, *last, *experts, *kept_in_fp32(model)]
         )
@@ -320,14 +320,14 @@ def parallelize(
                 collectives=policy.collectives,
             )
         gather_in_order([[layer] for layer in encoder_layers], [], ahead=policy.forward_prefetch)
-        groups = [[layer, *kept_in_fp32(layer), *experts_apart(layer)] for layer in layers]
+        groups = [[layer, *kept_in_fp32(layer), *separate_experts(layer)] for layer in layers]
         gather_in_order(groups, last, ahead=policy.forward_prefetch)
     if fill is not None and any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if policy.cpu_offload else device)
         fill(model)
     gather_as_stored(model)
     fp8_weights = Fp8Weights(model) if policy.fp8 == "tensorwise" else None
-    divided = [] if mesh.ep is None else experts_apart(model)
+    divided = [] if mesh.ep is None else separate_experts(model)
     # DDP rejects models without trained parameters, which have no gradients to reduce anyway.
     is_replica = policy.data_parallel_mode == "ddp" and trained_in_replicas(model, divided)
     forward = replicate(model, mesh, divided) if is_replica else model
@@ -355,17 +355,17 @@ def convert_and_recompute_(model: nn.Module, policy: ParallelPolicy, device_type
     )
 
 
-def _check_mesh(mesh: Mesh, policy: ParallelPolicy, device: torch.device, *, apart: bool) -> None:
-    """Raise ValueError unless `mesh` suits the device and the policy, or if its ranks train apart. Collective."""
+def _check_mesh(mesh: Mesh, policy: ParallelPolicy, device: torch.device, *, alone: bool) -> None:
+    """Raise ValueError for a mesh that does not suit the device or the policy. Collective."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh: must be an xorl.core.mesh.Mesh, got {type(mesh).__name__}")
     if device.type != mesh.device_type:
         raise ValueError(f"device: is {device}, but the mesh is one of {mesh.device_type} devices")
     if mesh.dims.pp > 1 and policy.data_parallel_mode == "ddp":
         raise ValueError("data_parallel_mode: ddp cannot train a stage of a pipeline; use fsdp2, with replicas")
-    if policy.data_parallel_mode == "none" and mesh.loss.size > 1 and not apart:
+    if policy.data_parallel_mode == "none" and mesh.loss.size > 1 and not alone:
         raise ValueError(
-            f"data_parallel_mode: none is for one rank, and the {mesh.loss.size} ranks of this mesh would train apart; "
+            f"data_parallel_mode: none is for one rank, and the {mesh.loss.size} ranks of this mesh would diverge; "
             "use fsdp2 or ddp"
         )
     if policy.data_parallel_mode == "fsdp2":
@@ -381,10 +381,10 @@ def _check_fill(model: nn.Module, fill: Callable[[nn.Module], None] | None) -> N
         raise ValueError("fill: would not be called, because no parameter is on the meta device; leave it out")
 
 
-def experts_apart(model: nn.Module) -> list[Experts]:
-    """The experts of all layers if they are apart from the rest, since other ranks hold or shard them.
+def separate_experts(model: nn.Module) -> list[Experts]:
+    """The experts of all layers that are not replicated or sharded like the rest of the model.
 
-    So they are if ranks hold different experts, or if ranks share the other matrices.
+    These are experts that ranks divide, and experts of layers whose other matrices ranks share.
     """
     return [
         module

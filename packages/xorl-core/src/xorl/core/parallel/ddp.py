@@ -21,12 +21,13 @@ class Replicated(FixedBuckets):
     summed: Sequence[nn.Parameter] = ()
 
 
-def replicate(model: nn.Module, mesh: Mesh, apart: Sequence[nn.Module] = ()) -> Replicated:
+def replicate(model: nn.Module, mesh: Mesh, excluded: Sequence[nn.Module] = ()) -> Replicated:
     """Replicate `model` on every data-parallel rank; the backward pass sums gradients over ranks.
 
-    `apart` are modules of it of which each rank has another one. They keep their own gradients.
+    `excluded` are modules of which each rank holds a different one, such as its experts. Their gradients are not
+    summed.
     """
-    leave_out_of_replicas(model, {parameter for module in apart for parameter in module.parameters()})
+    leave_out_of_replicas(model, {parameter for module in excluded for parameter in module.parameters()})
     on_gpu = mesh.device_type == "cuda"
     module = Replicated(
         model,
@@ -35,13 +36,13 @@ def replicate(model: nn.Module, mesh: Mesh, apart: Sequence[nn.Module] = ()) -> 
         gradient_as_bucket_view=True,
     )
     module.register_comm_hook(module, _sum_gradients)
-    module.summed = trained_in_replicas(model, apart)
+    module.summed = trained_in_replicas(model, excluded)
     return module
 
 
-def trained_in_replicas(model: nn.Module, apart: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The trained parameters of `model` outside of the modules `apart`."""
-    own = {parameter for module in apart for parameter in module.parameters()}
+def trained_in_replicas(model: nn.Module, excluded: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The trained parameters of `model` outside of the modules `excluded`."""
+    own = {parameter for module in excluded for parameter in module.parameters()}
     return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in own]
 
 
