@@ -354,10 +354,11 @@ def test_a_micro_batch_without_trained_tokens_says_nothing():
         assert read_metrics(combine_metrics([empty.metrics, output.metrics])) == read_metrics(output.metrics)
 
 
-def test_policies_that_parted_give_finite_gradients():
-    """Catches ratios that overflow, and tokens that nothing pulls back."""
+@pytest.mark.parametrize("logprob", [-200.0, -1e9, -1e30])
+def test_policies_that_parted_give_finite_gradients(logprob):
+    """Catches ratios that overflow or are rounded to 1, and tokens that nothing pulls back."""
     hidden, head, targets = make_inputs(torch.float32)
-    targets["logprobs"][3] = -200.0
+    targets["logprobs"][3] = logprob
     hidden.requires_grad_()
     output = get_loss("importance_sampling")(hidden, head, targets, LAYOUT)
     output.sum.backward()

@@ -168,4 +168,5 @@ def _per_token(targets: Mapping[str, Tensor], name: str) -> Tensor:
 
 def exp_of_log_ratio(log_ratio: Tensor) -> Tensor:
     """exp(log_ratio clamped to +-MAX_LOG_RATIO); beyond the limits, the gradient is the clamped result instead of 0."""
-    return (log_ratio + (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) - log_ratio).detach()).exp()
+    # The difference is exactly 0. Adding the distance to the limit instead would round large log-ratios: 1e9 to 0.
+    return (log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + (log_ratio - log_ratio.detach())).exp()
