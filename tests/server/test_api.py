@@ -366,30 +366,6 @@ def test_a_sample_in_json_has_all_that_was_asked_for(client, orchestrator):
     assert result["sequences"][0]["topk_logprobs"] == [[[4, -4 / 64]], [[5, -5 / 64]]]
 
 
-def test_likely_tokens_are_told_by_the_call_of_an_inference_engine(client, orchestrator):
-    """Catches an option of /generate that is computed and not answered."""
-    asked = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True}
-    meta = client.post("/generate", json={**asked, "top_logprobs_num": 2, "logprob_start_len": 1}).json()["meta_info"]
-    assert [[token for _, token, _ in row] for row in meta["output_top_logprobs"]] == [[8, 9], [9, 10]]
-    assert [row[1] for row in meta["input_token_logprobs"]] == [6, 7]
-    assert [len(row) for row in meta["input_top_logprobs"]] == [2, 2]
-    assert not [name for name in client.post("/generate", json=asked).json()["meta_info"] if "top" in name]
-
-
-def test_the_call_of_an_inference_engine_may_be_about_the_prompt_alone(client, orchestrator):
-    """Catches an error of the service for clients that score a prompt without a token behind it."""
-    params = {"max_new_tokens": 0}
-    asked = {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-    answer = client.post("/generate", json=asked)
-    assert answer.status_code == 200, answer.text
-    scored = answer.json()
-    assert (scored["output_ids"], scored["meta_info"]["output_token_logprobs"]) == ([], [])
-    assert scored["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
-    assert [row[1] for row in scored["meta_info"]["input_token_logprobs"]] == [5, 6, 7]
-    each = client.post("/generate", json=asked | {"sampling_params": params | {"n": 2}}).json()
-    assert [one["output_ids"] for one in each] == [[], []]
-
-
 def test_the_only_model_is_the_one_whose_weights_are_sent(client, orchestrator):
     """Catches a client that cannot send its model, since its call does not say which."""
     orchestrator.models.clear()

@@ -18,6 +18,33 @@ def test_what_is_not_built_is_refused_by_name(client, orchestrator):
         ("api/v1/asample", {**prompt, "sampling_params": {"stop": [3, 64]}}, "stop has token 64, but token ids"),
         ("api/v1/asample", {**prompt, "sampling_params": {"stop": [2**70]}}, "stop has values that are not token ids"),
         ("generate", {"input_ids": [1], "sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids has token -1"),
+        ("api/v1/asample", {**prompt, "sampling_params": {"min_p": 0.5}}, "sampling_params.min_p is not a parameter"),
+        ("api/v1/asample", {**prompt, "sampling_params": {"max_token": 5}}, "did you mean max_tokens?"),
+        ("api/v1/asample", {**prompt, "sampling_params": {"stop": ""}}, "stop must be non-empty"),
+        ("api/v1/asample", {**prompt, "base_model": "other"}, "this service samples from tiny, got 'other'"),
+        (
+            "api/v1/asample",
+            {**prompt, "sampling_session_id": "s", "model_path": "tinker://m/sampler_weights/a"},
+            "both choose the weights",
+        ),
+        ("api/v1/optim_step", {"adam_params": {"beta3": 0.5}}, "adam_params.beta3 is not a parameter"),
+        (
+            "api/v1/forward_backward",
+            {
+                "forward_backward_input": {
+                    "data": [json_datum()],
+                    "loss_fn_params": {"a": 1},
+                    "loss_fn_config": {"b": 2},
+                }
+            },
+            "loss_fn_params and loss_fn_config are synonyms",
+        ),
+        ("api/v1/create_model", {"base_model": "b", "lora_config": {"use_rslora": True}}, "lora_config.use_rslora"),
+        ("generate", {"input_ids": [1], "sampling_params": {"max_tokens": 5}}, "did you mean max_new_tokens?"),
+        ("generate", {"input_ids": [1], "sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex"),
+        ("generate", {"input_ids": [1], "sampling_params": {"n": 0}}, "n must be 1 to"),
+        ("generate", {"input_ids": [1], "token_ids_logprob": [5]}, "token_ids_logprob is not supported"),
+        ("generate", {"input_ids": [1], "image_data": "a.png"}, "image_data is not supported"),
         ("api/v1/save_weights_for_sampler", {"kind": "inflight", "path": "x"}, "inflight"),
         ("api/v1/save_weights_external", {"path": "x", "age_encryption_recipients": ["a"]}, "encrypt"),
         ("generate", {"input_ids": [1], "stream": True}, "stream"),
@@ -39,6 +66,23 @@ def test_what_is_not_built_is_refused_by_name(client, orchestrator):
         assert answer.status_code == 400, path
         assert says in answer.json()["detail"]
     assert (orchestrator.submits, orchestrator.endpoints) == ([], {})
+
+
+def test_unknown_parameters_that_request_nothing_are_ignored(client, orchestrator):
+    """Catches a newer release of a client, whose defaults of new parameters are refused."""
+    later = {"later": None, "later_flag": False, "later_number": 0.0, "later_list": [], "later_text": ""}
+    prompt = {"chunks": [{"tokens": [1]}]}
+    engine = {"no_stop_trim": True, "spaces_between_special_tokens": False, "custom_params": None, "stream_interval": 1}
+    for path, body in (
+        ("api/v1/asample", {"prompt": prompt, "sampling_params": {"max_tokens": 2, **later}}),
+        ("api/v1/optim_step", {"model_id": "m", "adam_params": {"learning_rate": 0.5, **later}}),
+        ("api/v1/create_model", {"base_model": "tiny", "lora_config": {"rank": 4, **later}}),
+        ("generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2, **engine, **later}, "stream": False}),
+    ):
+        answer = client.post(f"/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+    sampled, step, created, generated = (each.operation for each in orchestrator.submits)
+    assert (sampled.max_tokens, step.learning_rate, created.lora.rank, generated.max_tokens) == (2, 0.5, 4, 2)
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ class AnsweringOrchestrator:
     async def on_GetService(self, _: queries.GetService):
         return queries.ServiceInfo(
             model_name="tiny",
+            base_names=("tiny",),
             tokenizer=self.tokenizer,
             arch="tiny",
             max_context_length=self.context_length,

@@ -46,10 +46,12 @@ class GetService(Message, frozen=True):
 class ServiceInfo(Message, frozen=True):
     """The base model and how it is trained. tokenizer: a name or folder. ready: the workers accept work.
 
+    base_names: all names of the base that clients may send, `model_name` first.
     max_context_length: None until the workers have reported it.
     """
 
     model_name: str
+    base_names: tuple[str, ...]
     tokenizer: str
     arch: str
     max_context_length: int | None

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from xorl.server.api import protobuf
+from xorl.server.api.parameters import read_parameters
 from xorl.server.api.routed_experts import Record, record_array
 from xorl.server.api.tensors import ByteBudget, TensorJson, array_of_bytes, array_of_json, tokens_array
 from xorl.server.datum import Array, Datum, Dtype
@@ -112,6 +113,8 @@ class ForwardBody(msgspec.Struct, frozen=True):
             )
         pairs = zip(given.data, records, strict=True)
         data = [datum.datum(index, vocab_size, budget, record) for index, (datum, record) in enumerate(pairs)]
+        if given.loss_fn_params and given.loss_fn_config:
+            raise ValueError("loss_fn_params and loss_fn_config are synonyms: send the loss's options in one of them")
         options = given.loss_fn_params or given.loss_fn_config or {}
         return _forward_backward(self.model_id, data, given.loss_fn, options, forward_only)
 
@@ -132,7 +135,7 @@ class OptimBody(msgspec.Struct, frozen=True):
 
     model_id: str = "default"
     seq_id: SeqId | None = None
-    adam_params: AdamJson | None = None
+    adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
     learning_rate: float | None = None
     lr: float | None = None
@@ -143,7 +146,7 @@ class OptimBody(msgspec.Struct, frozen=True):
         if self.optimizer_params is not None:
             kind = str(self.optimizer_params.get("type"))[:40]
             raise ValueError(f"optimizer_params of type {kind!r} are not supported: send adam_params")
-        adam = self.adam_params or AdamJson()
+        adam = read_parameters(self.adam_params or {}, AdamJson, "adam_params")
         rates = [rate for rate in (self.learning_rate, self.lr) if rate is not None]
         clip = adam.grad_clip_norm if self.gradient_clip is None else max(self.gradient_clip, 0.0)
         step = OptimStep(

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from xorl.server.api.parameters import read_parameters
 from xorl.server.identifiers import (
     CheckpointRef,
     SeqId,
@@ -85,7 +86,7 @@ class CreateModelBody(msgspec.Struct, frozen=True):
     session_id: str | None = None
     model_seq_id: SeqId | None = None
     model_id: str | None = None
-    lora_config: LoraJson | None = None
+    lora_config: dict[str, Any] | None = None
     optimizer_config: OptimizerJson = OptimizerJson()
     user_metadata: dict[str, Any] | None = None
 
@@ -95,7 +96,7 @@ class CreateModelBody(msgspec.Struct, frozen=True):
         return CreateModel(
             new_model_id(self.session_id, self.model_seq_id, self.model_id),
             base_model=self.base_model,
-            lora=(self.lora_config or LoraJson()).spec(),
+            lora=read_parameters(self.lora_config or {}, LoraJson, "lora_config").spec(),
             user_metadata=metadata(self.user_metadata),
         )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from xorl.server.api.data_bodies import NO_STABLE_REINFORCE, ModelInputJson
+from xorl.server.api.parameters import read_parameters
 from xorl.server.api.responses import InvalidField
 from xorl.server.api.tensors import ByteBudget, TensorJson, array_of_json, tokens_array
 from xorl.server.identifiers import parse_uri
@@ -45,7 +46,7 @@ class SampleBody(msgspec.Struct, frozen=True):
     """The body of /asample."""
 
     prompt: ModelInputJson
-    sampling_params: SamplingParamsJson = SamplingParamsJson()
+    sampling_params: dict[str, Any] = {}
     num_samples: int = 1
     sampling_session_id: str | None = None
     base_model: str | None = None
@@ -60,8 +61,12 @@ class SampleBody(msgspec.Struct, frozen=True):
     record_stability_info: bool | None = None
     return_routed_experts: bool = False
 
-    def operation(self, vocab_size: int | None, budget: ByteBudget) -> Sample:
-        """The operation, validated; raises ValueError."""
+    def operation(self, vocab_size: int | None, base_names: Sequence[str], budget: ByteBudget) -> Sample:
+        """The operation, validated; raises ValueError. base_names: the names of the served base."""
+        if self.base_model is not None and self.base_model not in base_names:
+            raise ValueError(f"base_model: this service samples from {base_names[0]}, got {self.base_model[:300]!r}")
+        if self.sampling_session_id is not None and self.model_path is not None:
+            raise ValueError("sampling_session_id and model_path both choose the weights: send one of them")
         if self.record_stability_info:
             raise ValueError(f"record_stability_info: {NO_STABLE_REINFORCE}")
         prompt = self.prompt.tokens(vocab_size, "prompt")
@@ -77,7 +82,7 @@ class SampleBody(msgspec.Struct, frozen=True):
                     f"target_prompt_logprobs must be int64 [{prompt.shape[0] - 1}, K], a row for each token of the "
                     f"prompt but the first; got {targets.dtype} {list(targets.shape)}"
                 )
-        params = self.sampling_params
+        params = read_parameters(self.sampling_params, SamplingParamsJson, "sampling_params")
         strings, ids, ignore_end = parse_stop(params.stop)
         tokens_array(ids, vocab_size, "stop")
         return validated(
@@ -101,7 +106,7 @@ class SampleBody(msgspec.Struct, frozen=True):
                 target_prompt_tokens=targets,
                 routed_experts=self.return_routed_experts,
             ),
-            {"prompt_draws": "prompt_alt_tokens_k"},
+            {"prompt_draws": "prompt_alt_tokens_k", "stop_strings": "stop"},
         )
 
     def _sampler(self) -> SamplerRef:
@@ -134,10 +139,27 @@ class GenerateParamsJson(msgspec.Struct, frozen=True):
     min_new_tokens: int = 0
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: str | None = None
+    stop_regex: str | list[str] | None = None
+    custom_params: dict[str, Any] | None = None
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # has no effect: only tokenizers without a tokenizer.json have it
+    stream_interval: int | None = None  # has no effect: answers are not streamed
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 # Only the defaults of these fields are supported.
-_UNSUPPORTED = ("min_p", "min_new_tokens", "regex", "ebnf")
+_UNSUPPORTED = ("min_p", "min_new_tokens", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params")
+# Fields of /generate that would change an answer.
+_UNSERVED = (
+    *("stream", "input_embeds", "image_data", "video_data", "audio_data", "token_ids_logprob", "lora_id"),
+    *("return_text_in_logprobs", "return_hidden_states", "session_params", "custom_logit_processor"),
+)
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
@@ -145,25 +167,40 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
     text: str | None = None
     input_ids: list[int] | None = None
-    sampling_params: GenerateParamsJson = GenerateParamsJson()
+    sampling_params: dict[str, Any] = {}
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     lora_path: str | None = None
     return_routed_experts: bool = False
-    stream: bool = False
+    stream: object = None
+    input_embeds: object = None
+    image_data: object = None
+    video_data: object = None
+    audio_data: object = None
+    token_ids_logprob: object = None
+    return_text_in_logprobs: object = None
+    return_hidden_states: object = None
+    session_params: object = None
+    custom_logit_processor: object = None
+    lora_id: object = None
 
-    def operation(self, prompt_ids: list[int], vocab_size: int | None) -> Sample:
-        """The operation, validated; raises ValueError. prompt_ids: input_ids, or the tokens of `text`."""
-        params, defaults = self.sampling_params, GenerateParamsJson()
+    def params(self) -> GenerateParamsJson:
+        """The sampling parameters, validated; raises ValueError."""
+        params = read_parameters(self.sampling_params, GenerateParamsJson, "sampling_params")
+        defaults = GenerateParamsJson()
         for name in _UNSUPPORTED:
             if getattr(params, name) != getattr(defaults, name):
                 raise ValueError(f"sampling_params.{name} is not supported, leave it out")
-        if self.stream:
-            raise ValueError("stream is not supported, leave it out")
+        return params
+
+    def operation(self, params: GenerateParamsJson, prompt_ids: list[int], vocab_size: int | None) -> Sample:
+        """The operation, validated; raises ValueError. prompt_ids: input_ids, or the tokens of `text`."""
+        for name in _UNSERVED:
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported, leave it out")
         if not prompt_ids:
             raise ValueError("the prompt is empty")
-        strings = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
         ids = tuple(params.stop_token_ids or ())
         tokens_array(ids, vocab_size, "stop_token_ids")
         scores_prompt = self.return_logprob and self.logprob_start_len >= 0
@@ -177,7 +214,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
                 top_k=None if params.top_k in (-1, 0) else params.top_k,
                 top_p=params.top_p,
                 seed=params.seed if params.sampling_seed is None else params.sampling_seed,
-                stop_strings=strings,
+                stop_strings=params.stops,
                 stop_ids=ids,
                 ignore_end=params.ignore_eos,
                 prompt_logprobs=scores_prompt,
@@ -191,7 +228,8 @@ class GenerateBody(msgspec.Struct, frozen=True):
                 form=None
                 if params.json_schema is None
                 else JsonAnswer(params.json_schema, "sampling_params.json_schema"),
-            )
+            ),
+            {"num_samples": "n", "max_tokens": "max_new_tokens", "stop_strings": "stop"},
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -16,13 +16,14 @@ from xorl.server.api.model_bodies import checkpoint_of
 from xorl.server.api.responses import JSON, Refusal, json_response, refuse_invalid
 from xorl.server.api.results import likely_tokens
 from xorl.server.api.routed_experts import record_base64
-from xorl.server.api.sampling_bodies import GenerateBody, SampleBody
+from xorl.server.api.sampling_bodies import GenerateBody, GenerateParamsJson, SampleBody
 from xorl.server.api.sampling_calls import sample, while_connected
 from xorl.server.api.tensors import ByteBudget
 from xorl.server.datum import Array
 from xorl.server.identifiers import SeqId, sampling_session_id_of
 from xorl.server.operations import SampledSequence, SampleResult, TopLogprobs
 from xorl.server.queries import CreateSamplingSession, GetSampler, SamplingSession, ServiceInfo
+from xorl.server.sample_text import sample_text
 
 router = APIRouter()
 
@@ -87,7 +88,7 @@ async def asample(request: Request) -> Response:
         key = None
         if given.sampling_session_id is not None and given.seq_id is not None:
             key = f"sample/{given.sampling_session_id}/{given.seq_id}"
-        return OrderedOperation(given.operation(info.vocab_size, budget), key=key)
+        return OrderedOperation(given.operation(info.vocab_size, info.base_names, budget), key=key)
 
     return await future_response(request, read)
 
@@ -102,24 +103,37 @@ async def generate(request: Request) -> Response:
         raise Refusal(400, "the body must have either text or input_ids")
     ids = given.input_ids or await api.text.encode(info.tokenizer, given.text or "")
     with refuse_invalid():
-        operation = given.operation(ids, info.vocab_size)
+        params = given.params()
+        operation = given.operation(params, ids, info.vocab_size)
     request_id, result = await while_connected(request, sample(api, operation))
-    sequences = result.sequences or [_NOTHING_SAMPLED] * given.sampling_params.n
-    texts = await asyncio.gather(*(api.text.decode(info.tokenizer, one.tokens.numpy().tolist()) for one in sequences))
+    sequences = result.sequences or [_NOTHING_SAMPLED] * params.n
+    decode = await api.text.decoder(info.tokenizer, skip_special_tokens=params.skip_special_tokens)
     answers = [
-        _generated(f"{request_id}:{index}", sequence, text, given, result)
-        for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True))
+        _generated(f"{request_id}:{index}", sequence, _text(sequence, params, decode), given, ids, result)
+        for index, sequence in enumerate(sequences)
     ]
-    return json_response(answers[0] if given.sampling_params.n == 1 else answers)
+    return json_response(answers[0] if params.n == 1 else answers)
+
+
+def _text(
+    sequence: SampledSequence, params: GenerateParamsJson, decode: Callable[[list[int]], str] | None
+) -> str | None:
+    """The text of a sample. None without a tokenizer: clients may need only the ids."""
+    if decode is None:
+        return None
+    is_stopped, keeps_stop = sequence.stop_reason == "stop", params.no_stop_trim
+    tokens = sequence.tokens.numpy().tolist()
+    return sample_text(decode, tokens, params.stops, is_stopped=is_stopped, keeps_stop=keeps_stop)
 
 
 def _generated(
-    name: str, sequence: SampledSequence, text: str | None, given: GenerateBody, result: SampleResult
+    name: str, sequence: SampledSequence, text: str | None, given: GenerateBody, prompt: list[int], result: SampleResult
 ) -> dict[str, JSON]:
     tokens = sequence.tokens.numpy().tolist()
     meta: dict[str, JSON] = {
         "id": name,
         "finish_reason": {"type": sequence.stop_reason, "length": len(tokens)},
+        "prompt_tokens": len(prompt),
         "completion_tokens": len(tokens),
         "cached_tokens": result.num_cached_tokens,
     }
@@ -134,7 +148,6 @@ def _generated(
         if result.prompt_logprobs is not None:
             start = max(given.logprob_start_len, 0)
             logprobs = result.prompt_logprobs.numpy().tolist()
-            prompt = given.input_ids or [None] * len(logprobs)
             pairs = zip([None, *logprobs[1:]], prompt, strict=True)
             meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs][start:]
             if result.topk_prompt_logprobs is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,10 +57,10 @@ class TextCoder:
         """Token ids of `text`, by default with special tokens added. Raises Refusal(400) without a tokenizer."""
         return (await self.require(tokenizer)).encode(text, add_special_tokens=add_special_tokens).ids
 
-    async def decode(self, tokenizer: str, ids: list[int]) -> str | None:
-        """The text of `ids` without special tokens. None if there is no tokenizer: clients may need only the ids."""
+    async def decoder(self, tokenizer: str, *, skip_special_tokens: bool) -> Callable[[list[int]], str] | None:
+        """A function from token ids to their text. None if there is no tokenizer."""
         coder = await self._tokenizer(tokenizer)
-        return None if coder is None else coder.decode(ids)
+        return None if coder is None else partial(coder.decode, skip_special_tokens=skip_special_tokens)
 
     async def encode_chat(
         self,

@@ -38,6 +38,7 @@ async def get_service(state: State, query: GetService) -> ServiceInfo:
     options = state.options
     return ServiceInfo(
         model_name=options.model_name,
+        base_names=options.base_names,
         tokenizer=options.tokenizer,
         arch=options.arch,
         max_context_length=state.workers.max_context_length,
