@@ -27,7 +27,7 @@ def doctor_command(
     """Examine torch, the host, GPUs and their links, kernels and the disk; takes less than a minute.
 
     Prints the versions, then a line for each part: ok; warn, for what makes a run slow or end early; or fail, for what
-    keeps it from starting. Below the last two is what to do. The exit code is 1 if anything failed.
+    keeps it from starting. Each warn and fail comes with advice. The exit code is 1 if anything failed.
     """
     raise typer.Exit(run_alone(lambda: _doctor(output), with_traceback=traceback))
 

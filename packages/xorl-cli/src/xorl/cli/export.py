@@ -53,7 +53,7 @@ def export_command(
         bool,
         typer.Option(
             "--verify",
-            help="First load the result in transformers (and in PEFT an adapter that it reads) and compare logits.",
+            help="First load the result in transformers (an adapter in PEFT, if PEFT can read it) and compare logits.",
         ),
     ] = False,
     moe_lora_format: Annotated[

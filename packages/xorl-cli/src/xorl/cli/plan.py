@@ -1,4 +1,4 @@
-"""`xorl plan config.yaml`: the memory and speed of a run, and of layouts near it, without its GPUs or weights."""
+"""`xorl plan config.yaml`: the memory and speed of a run, and of similar layouts, without its GPUs or weights."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def plan_command(
     ctx: typer.Context,
     config: ConfigPath,
     gpus: Annotated[int, typer.Option(help="GPUs of one host.")] = 1,
-    gpu: Annotated[str, typer.Option(help="Their kind, by the name of its rates: h100, h200.")] = "h100",
+    gpu: Annotated[str, typer.Option(help="GPU model: h100 or h200.")] = "h100",
     tokens: Annotated[
         float | None, typer.Option(help="Tokens of the run, such as 1e9. [those of train.max_steps, if it is set]")
     ] = None,
     length: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a document. [data.sample_packing_sequence_len]")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Show all layouts, not the best ones alone.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show all layouts, not only the best ones.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: seconds, bytes and options.")] = False,
     traceback: TracebackFlag = False,
 ) -> None:
-    """Predict memory, tokens/s and time of a run, for its configuration and for layouts near it, best first.
+    """Predict memory, tokens/s and time of a run, for its configuration and for similar layouts, best first.
 
     Needs neither GPUs nor weights nor data. Layouts differ in the sizes of fsdp, tp, pp, ep, ulysses and ring, in
     micro-batches and in recomputation; the rows of a step stay the same. What does not fit into memory comes last.

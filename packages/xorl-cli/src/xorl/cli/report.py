@@ -31,7 +31,7 @@ def report_command(
 ) -> None:
     """Write one HTML page with the losses, speed, data and options of runs, and with what differs between them.
 
-    It needs no other files and no network. A run may go on meanwhile: the page has what was written so far.
+    It needs no other files and no network. A run may still be training: the page shows what it has written so far.
     """
     raise typer.Exit(run_alone(lambda: _report(paths, output), with_traceback=traceback))
 

@@ -42,7 +42,7 @@ def train_command(
     rdzv_endpoint: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Address and port of machine 0.")
     ] = None,
-    rdzv_id: Annotated[str | None, typer.Option(help="Id that all machines must give alike. [none]")] = None,
+    rdzv_id: Annotated[str | None, typer.Option(help="Job id, the same on all machines. [none]")] = None,
     traceback: TracebackFlag = False,
     rank_folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:

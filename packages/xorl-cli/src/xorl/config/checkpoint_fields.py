@@ -27,18 +27,18 @@ class LocalCheckpointFields(CheckpointFields):
         default=False,
         description="Write checkpoints in the background while training continues, from a copy of this rank's part of "
         "the state in host memory. The copies run beside the next forward and backward pass. One save is written at a "
-        "time; the last one is waited for.",
+        "time; a run ends only after its last one.",
     )
     on_save_failure: OnSaveFailure = Field(
         default="stop",
-        description="What a save that fails does, for example on a full disk: stop ends the run at the next step; "
+        description="What happens when a save fails, for example on a full disk. stop ends the run at the next step; "
         "continue logs the error, and the next save tries again. If the last save fails, the run fails in either case.",
     )
     max_time: Positive | None = Field(
         default=None,
-        description="Seconds after the start of the process by which the run has saved and ended, such as the time "
-        "limit of a batch job. It stops early enough for two more steps and a save, and exits with code 142; the same "
-        "command continues it. null means no limit.",
+        description="Time limit in seconds, counted from the start of the process, such as that of a batch job. The "
+        "run ends early enough for two more steps and a save, and exits with code 142; the same command continues it. "
+        "null means no limit.",
     )
     keep_last: AtLeastOne | None = Field(
         default=None, description="Number of newest checkpoints to keep; each save removes older ones. null keeps all."

@@ -74,8 +74,8 @@ class DatasetEntryConfig(Section):
     )
     max_seq_len: AtLeastOne | None = Field(
         default=None,
-        description="Maximum length of a document, in tokens, for preference of both answers with their prompts; "
-        "overflow decides what happens to longer ones. null means data.sample_packing_sequence_len.",
+        description="Maximum length of a document, in tokens; for type preference, of both answers with their "
+        "prompts. overflow decides what happens to longer ones. null means data.sample_packing_sequence_len.",
     )
     overflow: OverflowPolicy | None = Field(
         default=None,

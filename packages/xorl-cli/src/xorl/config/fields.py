@@ -100,10 +100,10 @@ class ModelFields(Section):
     ep_dispatch: ExpertDispatch = Field(
         default="auto",
         description="How tokens are sent to experts on other GPUs. alltoall sends each token to the ranks of its "
-        "experts, and the host waits for their number in every layer; deepep does so by the DeepEP library over "
-        "NVLink. allgather sends all tokens to all ranks and adds up what these compute: more is sent, but sizes are "
-        "known, so that layers can be compiled. auto takes allgather if at least half of all pairs of a token and a "
-        "rank would be sent anyway, else alltoall, and logs the choice.",
+        "experts, and the host waits for their number in every layer; deepep does the same with the DeepEP library "
+        "over NVLink. allgather sends all tokens to all ranks and adds up their results: it sends more, but sizes are "
+        "known in advance, so that layers can be compiled. auto chooses allgather if at least half of all pairs of a "
+        "token and a rank would be sent anyway, else alltoall, and logs the choice.",
     )
     deepep_buffer_size_gb: float = Field(
         default=2.0, gt=0, description="Size of the DeepEP NVLink buffer on each GPU, in GB. Only used by deepep."
@@ -209,14 +209,14 @@ class ParallelFields(Section):
     tensor_parallel_size: AtLeastOne = Field(
         default=1,
         description="Number of ranks that share each matrix of attention and feed-forward layers and the vocabulary. "
-        "Between the matrices, each has a part of the tokens. It divides the number of heads and intermediate_size; if "
-        "there are fewer key/value heads, several ranks hold each of these. Experts are not split further: these ranks "
-        "count among those of expert_parallel_size.",
+        "Between these layers, each rank has a part of the tokens (sequence parallelism). It must divide the number "
+        "of heads and intermediate_size; if there are fewer key/value heads, several ranks hold each of these. "
+        "Experts are not split further: these ranks count among those of expert_parallel_size.",
     )
     pipeline_parallel_size: AtLeastOne = Field(
         default=1,
-        description="Number of pipeline stages that the layers are divided into, so that each takes about as long; the "
-        "head counts. The stages work on different micro-batches at the same time, so use several times as many "
+        description="Number of pipeline stages. The layers are divided so that all stages take about as long, "
+        "counting the head. The stages work on different micro-batches at the same time, so use several times as many "
         "gradient_accumulation_steps as there are stages. The start of a run says how long they wait for each other.",
     )
     pipeline_parallel_schedule: PipelineSchedule = Field(
@@ -234,8 +234,8 @@ class ParallelFields(Section):
         default=1,
         description="Number of ranks that share the experts of a mixture of experts; tokens are sent to the ranks of "
         "their experts. It must divide the number of experts, and the number of ranks over which FSDP2 shards "
-        "parameters; each expert is sharded over the quotient of these. Under ddp, it is the number of all ranks: with "
-        "small micro-batches, and where everything but the experts fits on a GPU, that is the fastest layout.",
+        "parameters; each expert is sharded over the quotient of these. Under ddp it must be the number of all ranks: "
+        "the fastest layout for small micro-batches if everything but the experts fits on a GPU.",
     )
     ulysses_parallel_size: AtLeastOne = Field(
         default=1,
@@ -263,8 +263,8 @@ class ParallelFields(Section):
     )
     ep_outside: bool = Field(
         default=False,
-        description="Which ranks are neighbours: true, those over which FSDP2 shards the same experts; false, those "
-        "that share the experts.",
+        description="Order of the ranks of expert parallelism. true: ranks over which FSDP2 shards the same experts "
+        "are neighbours. false: ranks that divide the experts among them are.",
     )
 
 

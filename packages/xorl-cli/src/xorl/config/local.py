@@ -80,7 +80,8 @@ class ScheduleFields(OptimizerFields):
         default=[],
         description="Names of modules as in the checkpoint, such as norm or v_proj; their parameters get no weight "
         "decay. An entry selects modules whose names, or parts between dots, end with it: norm includes "
-        "input_layernorm, and gate is a router, not gate_proj. Without any, it selects all that contain it.",
+        "input_layernorm, and gate is a router, not gate_proj. If no name ends with an entry, it selects all that "
+        "contain it.",
     )
     no_decay_params: list[str] = Field(
         default=[],
@@ -108,9 +109,9 @@ class RouterFields(Section):
     )
     router_correction_rate: NonNegative = Field(
         default=0.0,
-        description="For routers with corrections, such as e_score_correction_bias: what each step adds to the "
-        "corrections of experts that fewer tokens than the mean chose, and subtracts from those of experts that more "
-        "chose. DeepSeek-V3 was trained with 1e-3. 0 keeps corrections as they are.",
+        description="For routers with a correction bias, such as e_score_correction_bias: how much each step adds to "
+        "the bias of experts chosen by fewer tokens than the mean, and subtracts from that of experts chosen by more. "
+        "DeepSeek-V3 was trained with 1e-3. 0 keeps the biases as they are.",
     )
     freeze_router: bool = Field(default=False, description="Do not train the routers, nor the gates of shared experts.")
 
@@ -120,13 +121,13 @@ class ImageFields(Section):
 
     freeze_encoders: bool = Field(
         default=True,
-        description="Do not train the image encoder, except for what maps its outputs to the width of the decoder "
-        "(see freeze_projectors). Without any image in the data, the whole encoder stays as it is.",
+        description="Do not train the image encoder, except for its projectors (see freeze_projectors). If the data "
+        "has no images, the whole encoder stays as it is.",
     )
     freeze_projectors: bool = Field(
         default=False,
-        description="Do not train what maps the outputs of the encoder to the width of the decoder. Adapters leave it "
-        "as it is too, unless lora.modules_to_save names it.",
+        description="Do not train the projectors, which map the outputs of the image encoder to the width of the "
+        "decoder. Adapters leave them as they are too, unless lora.modules_to_save names them.",
     )
     freeze_decoder: bool = Field(default=False, description="Do not train the language model.")
     encoder_lr: NonNegative | None = Field(
@@ -134,7 +135,9 @@ class ImageFields(Section):
         description="Peak learning rate of the image encoder. It follows the same schedule as lr. null means lr.",
     )
     projector_lr: NonNegative | None = Field(
-        default=None, description="Peak learning rate of what freeze_projectors names, as encoder_lr. null means lr."
+        default=None,
+        description="Peak learning rate of the projectors (see freeze_projectors). It follows the same schedule as "
+        "lr. null means lr.",
     )
 
 
@@ -157,9 +160,9 @@ class BatchFields(Section):
     )
     on_nonfinite: OnNonfinite = Field(
         default="stop",
-        description="What a step does whose loss or gradient is not finite. Its update is never applied. stop ends the "
-        "run; skip continues with the next step, unless 10 steps in a row are skipped. Either way, the bins and "
-        "parameters that are not finite are listed in nonfinite.jsonl in output_dir.",
+        description="What happens at a step whose loss or gradient is not finite. Its update is never applied. stop "
+        "ends the run; skip continues with the next step, unless 10 steps in a row are skipped. Either way, the bins "
+        "and parameters that are not finite are listed in nonfinite.jsonl in output_dir.",
     )
     eval_steps: AtLeastOne | None = Field(
         default=None,
@@ -173,9 +176,9 @@ class LocalLossFields(LossFields):
 
     loss: LossName = Field(
         default="cross_entropy",
-        description="What is minimised. cross_entropy: of the trained tokens. The others train on pairs of answers "
-        "(datasets of type preference), and their means are over pairs: dpo, kto (with a reference model), orpo and "
-        "simpo (without one).",
+        description="What is minimised. cross_entropy: the mean over trained tokens. The others train on pairs of "
+        "answers (datasets of type preference) and are means over pairs: dpo and kto with a reference model, orpo and "
+        "simpo without one.",
     )
     preference_beta: Positive | None = Field(
         default=None,
@@ -388,8 +391,8 @@ class LocalLoraFields(LoraFields):
         description="Form of adapters on experts in files: per_expert (A and B of each expert, which vLLM and SGLang "
         "read), peft (the target_parameters of PEFT), or sglang (SGLang's shared outer form, for "
         "moe_hybrid_shared_lora). null means sglang with moe_hybrid_shared_lora, and else per_expert; factors that "
-        "experts share are then repeated for each. xorl reads all forms. A form whose programs would compute "
-        "something else is refused.",
+        "experts share are then repeated for each. xorl reads all forms. A form is refused if the programs that read "
+        "it would compute something else.",
     )
     exclude_modules: list[str] | None = Field(
         default=None,

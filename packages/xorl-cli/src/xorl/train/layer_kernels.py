@@ -138,7 +138,7 @@ def _dispatcher(axis: Axis, config: DecoderConfig, model: ModelConfig, *, alone:
     name = dispatch_name(config, model, axis.size)
     if model.ep_dispatch == "auto" and not alone:
         share = sent_share(axis.size, num_active(config))
-        logger.debug("ep_dispatch=auto takes %s pairs_sent=%.2f ranks=%d", name, share, axis.size)
+        logger.debug("ep_dispatch=auto chosen=%s pairs_sent=%.2f ranks=%d", name, share, axis.size)
     if name == "allgather":
         return AllGather(axis.ranks, alone=alone)
     assert not alone, "other exchanges need other ranks"
@@ -188,7 +188,7 @@ def check_dispatch(config: DecoderConfig, model: ModelConfig, train: TrainConfig
         if option is not None:
             raise ValueError(
                 f"{option}, but with {num_ranks} ranks and {num_active(config)} active experts model.ep_dispatch: "
-                "auto takes alltoall, for which it is impossible; change it, or set ep_dispatch to allgather"
+                "auto chooses alltoall, which does not support it; change it, or set ep_dispatch to allgather"
             )
 
 

@@ -95,7 +95,7 @@ def check_skipped(counts: Counts, name: str, option: str, limits: Limits) -> Non
     if limit is not None and counts.skipped > limit * counts.samples:
         raise DataError(
             f"{option}: {counts.skipped} of the {counts.samples} samples of {name} cannot be used, more than "
-            f"{limit:.2%}, the limit of {option}.skip_bad_rows. Mend them (the log names the first ones), or raise the "
+            f"{limit:.2%}, the limit of {option}.skip_bad_rows. Fix them (the log names the first ones), or raise the "
             "limit"
         )
 

@@ -169,7 +169,7 @@ class Workers:
         location = await asyncio.to_thread(self._find)
         if location is not None and location != self._location and not self.is_connected:
             self._location = location
-            logger.info("event=workers_elsewhere address=%s", location[0])
+            logger.info("event=workers_moved address=%s", location[0])
             await self._channel.reconnect(*location)
 
     async def _check_health(self) -> None:
@@ -179,12 +179,12 @@ class Workers:
         except PeerLost:
             return
         except ChannelError as problem:
-            logger.error("event=workers_unwell why=%r", str(problem))
+            logger.error("event=workers_unhealthy why=%r", str(problem))
             await asyncio.sleep(1.0)
             return
         (result,) = done.results
         if not isinstance(result, HealthResult):
-            logger.error("event=workers_unwell why=%r", result)
+            logger.error("event=workers_unhealthy why=%r", result)
             await asyncio.sleep(1.0)
             return
         self.health = result
