@@ -3,6 +3,7 @@
 Ranks are started like those of `xorl train`. The configuration is validated before torch is imported.
 """
 
+import math
 import os
 import shlex
 import sys
@@ -157,7 +158,7 @@ def _write(run: SyntheticRun, overrides: tuple[str, ...], flags: Flags) -> Path:
     """Writes the configuration of a run; the overrides say how many ranks read the same data."""
     without_data = replace(run, documents="single", tokens_per_step=None)
     train = _load(write_config(without_data, flags.output), overrides, flags)[""].config.train
-    num_sharing = train.pipeline_parallel_size * train.context_parallel_size * train.tensor_parallel_size
+    num_sharing = math.prod(train.model_parallel_sizes.values())
     return write_config(replace(run, num_sharing=num_sharing), flags.output)
 
 

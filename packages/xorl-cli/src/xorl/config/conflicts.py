@@ -292,16 +292,12 @@ def check_world_size(config: Config, world_size: int) -> None:
     """Raises ValueError, starting with an option's path, if the world size does not fit the parallel sizes."""
     train = config.train
     started = f"{world_size} process{'' if world_size == 1 else 'es'}"
-    shared = {f"train.{name}_parallel_size": getattr(train, f"{name}_parallel_size") for name in ("tensor", "pipeline")}
-    size = math.prod(shared.values())
+    model_sizes = {f"train.{name}": size for name, size in train.model_parallel_sizes.items()}
+    size = math.prod(model_sizes.values())
     if train.data_parallel_mode == "none" and world_size != size:
-        named = " x ".join(name for name, each in shared.items() if each > 1)
+        named = " x ".join(name for name, each in model_sizes.items() if each > 1)
         number = "a single process" if size == 1 else f"{size} processes, as many as {named}"
         raise ValueError(f"train.data_parallel_mode: none uses {number}, got {started}; set it to ddp or fsdp2")
-    model_sizes = {
-        f"train.{name}_parallel_size": getattr(train, f"{name}_parallel_size")
-        for name in ("tensor", "pipeline", "ulysses", "ringattn")
-    }
     data_sizes = {
         "train.data_parallel_replicate_size": train.data_parallel_replicate_size,
         "train.data_parallel_shard_size": 1 if train.data_parallel_mode == "ddp" else train.data_parallel_shard_size,

@@ -186,6 +186,14 @@ class LossFields(Section):
     )
 
 
+MODEL_PARALLEL_SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "ulysses_parallel_size",
+    "ringattn_parallel_size",
+)
+
+
 class ParallelFields(Section):
     """Parallelism"""
 
@@ -266,6 +274,15 @@ class ParallelFields(Section):
         description="Order of the ranks of expert parallelism. true: ranks over which FSDP2 shards the same experts "
         "are neighbours. false: ranks that divide the experts among them are.",
     )
+
+    @property
+    def model_parallel_sizes(self) -> dict[str, int]:
+        """The sizes of the axes whose ranks compute the same rows together, by option.
+
+        Times the data-parallel sizes, their product is the number of ranks. The ranks of expert_parallel_size are among
+        these.
+        """
+        return {name: getattr(self, name) for name in MODEL_PARALLEL_SIZES}
 
 
 class OptimizerFields(Section):

@@ -406,10 +406,7 @@ def num_workers(config: ServerConfig, num_gpus: int) -> int:
     sizes = {
         "data_parallel_shard_size": config.data_parallel_shard_size,
         "data_parallel_replicate_size": config.data_parallel_replicate_size,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "pipeline_parallel_size": config.pipeline_parallel_size,
-        "ulysses_parallel_size": config.ulysses_parallel_size,
-        "ringattn_parallel_size": config.ringattn_parallel_size,
+        **config.model_parallel_sizes,
     }
     if config.data_parallel_mode != "fsdp2":
         sizes["data_parallel_shard_size"] = 1

@@ -197,14 +197,10 @@ def one_process(config: Config) -> Config:
     """The configuration of the process that the layout is compared with: no parallelism, and nothing saves memory."""
     plain = {
         "data_parallel_mode": "none",
+        **dict.fromkeys(SIZE_OPTIONS.values(), 1),
         "data_parallel_shard_size": -1,
         "data_parallel_replicate_size": -1,
-        "ulysses_parallel_size": 1,
-        "ringattn_parallel_size": 1,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
         "pipeline_parallel_schedule": "1F1B",
-        "expert_parallel_size": 1,
         "ep_outside": False,
         "enable_activation_offload": False,
         "enable_cpu_offload": False,

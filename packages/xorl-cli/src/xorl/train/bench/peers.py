@@ -76,7 +76,7 @@ class Peer:
     def unavailable_reason(self, config: Config, architecture: Architecture) -> str | None:
         """Why this peer cannot run the configuration on this machine; None if it can."""
         train = config.train
-        if max(train.context_parallel_size, train.tensor_parallel_size, train.pipeline_parallel_size) > 1:
+        if max(train.model_parallel_sizes.values()) > 1:
             return "peers run with data parallelism alone"
         if "liger" in self.parts and find_spec("liger_kernel") is None:
             return "liger_kernel is not installed"

@@ -1,4 +1,4 @@
-"""Layouts near that of a configuration, with the same rows in a step, as options that its checks accept."""
+"""Layouts similar to that of a configuration, with the same rows in a step, as options that its checks accept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from xorl.train.startup import parallel_dims
 
 Options = Mapping[str, object]
 
-AXES = ("tensor", "pipeline", "ulysses", "ringattn")
 # Options that recomputation consists of, as they are without it.
 NO_RECOMPUTATION: Options = {
     "train.enable_gradient_checkpointing": False,
@@ -117,20 +116,20 @@ def sizes_near(config: Config, num_gpus: int, *, has_experts: bool) -> Iterator[
     The ranks that are left read different data and shard the parameters.
     """
     train = config.train
-    own = tuple(getattr(train, f"{axis}_parallel_size") for axis in AXES)
-    ones = (1,) * len(AXES)
+    own = tuple(train.model_parallel_sizes.values())
+    ones = (1,) * len(own)
     powers = [2**exponent for exponent in range(1, num_gpus.bit_length()) if num_gpus % 2**exponent == 0]
     found = [own, ones]
     for base in (own, ones):
-        found += [(*base[:place], size, *base[place + 1 :]) for place in range(len(AXES)) for size in (1, *powers)]
+        found += [(*base[:place], size, *base[place + 1 :]) for place in range(len(own)) for size in (1, *powers)]
     found += [
-        tuple(2 if place in pair else 1 for place in range(len(AXES))) for pair in combinations(range(len(AXES)), 2)
+        tuple(2 if place in pair else 1 for place in range(len(own))) for pair in combinations(range(len(own)), 2)
     ]
     for sizes in dict.fromkeys(found):
         ranks = math.prod(sizes)
         if num_gpus % ranks:
             continue
-        chosen = {f"train.{axis}_parallel_size": size for axis, size in zip(AXES, sizes, strict=True)}
+        chosen = {f"train.{name}": size for name, size in zip(train.model_parallel_sizes, sizes, strict=True)}
         chosen |= {"train.data_parallel_shard_size": -1, "train.data_parallel_replicate_size": -1}
         is_alone = ranks == num_gpus and sizes[2:] == (1, 1)
         if is_alone:

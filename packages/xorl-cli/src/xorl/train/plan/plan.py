@@ -1,7 +1,8 @@
-"""Plans a run: estimates its configuration and the layouts near it, best first."""
+"""Plans a run: estimates its configuration and similar layouts, best first."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,7 +136,7 @@ def make_plan(
     except (ConfigError, ValueError) as error:
         refusal = str(error)
         train = config.train
-        shared = train.tensor_parallel_size * train.pipeline_parallel_size * train.context_parallel_size
+        shared = math.prod(train.model_parallel_sizes.values())
         bins = train.micro_batch_size * train.gradient_accumulation_steps * max(num_gpus // shared, 1)
     for sizes in sizes_near(config, num_gpus, has_experts=architecture.config.has_experts):
         row = planner.best(sizes, bins, config.train.micro_batch_size)
