@@ -25,17 +25,8 @@ from xorl.kernels.head import HeadWeight
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam, AdapterBank
 from xorl.lora.snapshot import AdapterSnapshot
-from xorl.train.engine import (
-    ModelPasses,
-    OnOutput,
-    StepLosses,
-    Update,
-    call_model,
-    executor_of,
-    forward_through,
-    routers_of,
-    to_device,
-)
+from xorl.train.engine import OnOutput, StepLosses, Update, to_device
+from xorl.train.model_passes import ModelPasses, call_model, executor_of, forward_through, routers_of
 from xorl.train.observe.timing import StepTimer
 from xorl.train.rows import sizes_in_part
 
