@@ -27,8 +27,8 @@ from xorl.core.shards import local
 from xorl.kernels.attention import ring
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 from xorl.train import engine as engine_module
+from xorl.train import model_passes, verify
 from xorl.train import rows as rows_module
-from xorl.train import verify
 from xorl.train.engine import Engine
 from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
@@ -77,7 +77,7 @@ def ignored_document_border(patch: pytest.MonkeyPatch) -> None:
         layout.positions = positions
         return layout
 
-    patch.setattr(engine_module, "SequenceLayout", merged)
+    patch.setattr(model_passes, "SequenceLayout", merged)
 
 
 def wrong_rotary_offset(patch: pytest.MonkeyPatch) -> None:
