@@ -105,9 +105,11 @@ def test_what_is_wrong_is_said_and_nothing_is_left(folders: Path, tmp_path: Path
         assert not (tmp_path / "out").exists()
 
     (tmp_path / "empty").mkdir()
+    (tmp_path / "served" / "service").mkdir(parents=True)
     for arguments, message in (
         ([str(tmp_path / "empty")], "is not a checkpoint, an adapter"),
         ([str(folders / "base")], "already an exported model"),
+        ([str(tmp_path / "served")], "give one of its checkpoints, such as weights/MODEL/NAME"),
     ):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 2

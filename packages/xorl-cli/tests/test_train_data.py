@@ -11,9 +11,11 @@ import pytest
 
 from full_disk import full_disk
 from local_options import local_config
+from xorl.ckpt import CheckpointError
+from xorl.ckpt.layout import Manifest
 from xorl.core.mesh import Mesh
 from xorl.train.data import DataIdentity, RunData, plan_steps, prepare_data, write_receipt
-from xorl.train.startup import plan_of
+from xorl.train.startup import plan_of, saved_data_of
 
 
 def data_in(folder: Path, rows: Iterable[object], name: str = "rows.jsonl") -> dict[str, object]:
@@ -131,3 +133,16 @@ def test_a_resume_says_which_accumulation_it_takes_in_place_of_the_options(
     assert plan_steps(config, data.train, 2, 4).bins_per_step == 4
     (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "train.gradient_accumulation_steps is 2 instead of 8" in said.getMessage()
+
+
+def test_checkpoints_without_a_position_in_data_say_how_to_start_from_them() -> None:
+    """Catches a checkpoint of a service that is refused with advice about sweeps."""
+    position = {"order": "a", "num_bins": 3, "bins_per_step": 1, "position": 2}
+    for info, members, says in (
+        ({"service": {}}, ("",), r"saved it\. To start a new run from its weights, set lora\.adapter_path"),
+        ({"data": position}, ("one",), r"is of no sweep, and lora\.sweep has one: restore"),
+        ({"sweep": {"one": position, "two": position}}, ("",), r"a sweep of one, two, and lora\.sweep has no members"),
+    ):
+        manifest = Manifest(4, "dcp", 1, [], info, {}, {})
+        with pytest.raises(CheckpointError, match=says):
+            saved_data_of(manifest, members)

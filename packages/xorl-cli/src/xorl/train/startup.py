@@ -6,7 +6,7 @@ Also builds what runs and sweeps share: schedules, evaluations and the observer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -343,21 +343,30 @@ def _data_summary(run: PreparedRun) -> str:
 def _plans(
     configs: Mapping[str, Config], data: Mapping[str, RunData], mesh: Mesh, resumed: ResumePoint | None
 ) -> dict[str, Plan]:
-    saved = {} if resumed is None else _saved_data(resumed.manifest)
-    if resumed is not None and saved.keys() != configs.keys():
-        members = ", ".join(sorted(saved))
-        raise CheckpointError(
-            f"train.load_checkpoint_path: the checkpoint is of {f'a sweep of {members}' if members else 'no sweep'}, "
-            f"and lora.sweep has {', '.join(sorted(configs)) or 'no members'}: restore the members, or start a new "
-            "run in another train.output_dir"
-        )
+    saved = {} if resumed is None else saved_data_of(resumed.manifest, configs.keys())
     return {name: plan_of(config, data[name], mesh, saved.get(name)) for name, config in configs.items()}
 
 
-def _saved_data(manifest: Manifest) -> dict[str, DataIdentity]:
-    """The training data recorded in a checkpoint: by member for a sweep, else under the name ""."""
+def saved_data_of(manifest: Manifest, members: Collection[str]) -> dict[str, DataIdentity]:
+    """The training data recorded in a checkpoint: by member for a sweep, else under the name "".
+
+    Raises CheckpointError if the checkpoint is not of these members of a sweep, or of no run at all.
+    """
     info = manifest.info
     saved = cast(Mapping[str, Mapping[str, str | int]], {"": info["data"]} if "data" in info else info.get("sweep", {}))
+    if not saved:
+        raise CheckpointError(
+            "train.load_checkpoint_path: the checkpoint has no position in training data, so no run can resume from "
+            "it; a service or another program saved it. To start a new run from its weights, set lora.adapter_path to "
+            "it if it has an adapter, else model.model_path, with train.load_weights_mode: dcp"
+        )
+    if saved.keys() != set(members):
+        in_checkpoint, in_config = (", ".join(sorted(filter(None, names))) for names in (saved, members))
+        raise CheckpointError(
+            f"train.load_checkpoint_path: the checkpoint is of "
+            f"{f'a sweep of {in_checkpoint}' if in_checkpoint else 'no sweep'}, and lora.sweep has "
+            f"{in_config or 'no members'}: restore the members, or start a new run in another train.output_dir"
+        )
     return {
         name: DataIdentity(str(data["order"]), int(data["num_bins"]), int(data["bins_per_step"]))
         for name, data in saved.items()

@@ -222,6 +222,8 @@ def _resolve(path: str) -> Path:
     if (checkpoint := find_checkpoint(given)) is not None:
         return checkpoint
     hint = "; it is already an exported model" if (given / "config.json").is_file() else ""
+    if (given / "service").is_dir():
+        hint = "; it is a service's output_dir: give one of its checkpoints, such as weights/MODEL/NAME in it"
     raise ValueError(
         f"PATH: {path} is not a checkpoint, an adapter ({CONFIG_FILE}) or a run's folder with checkpoints{hint}"
     )
