@@ -360,7 +360,7 @@ def saved_data_of(manifest: Manifest, members: Collection[str]) -> dict[str, Dat
             "it; a service or another program saved it. To start a new run from its weights, set lora.adapter_path to "
             "it if it has an adapter, else model.model_path, with train.load_weights_mode: dcp"
         )
-    if saved.keys() != set(members):
+    if set(saved) != set(members):
         in_checkpoint, in_config = (", ".join(sorted(filter(None, names))) for names in (saved, members))
         raise CheckpointError(
             f"train.load_checkpoint_path: the checkpoint is of "
