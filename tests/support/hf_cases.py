@@ -227,6 +227,7 @@ CASES += [
     ),
     Case("Exaone4ForCausalLM", "sliding window", PATTERN),
     Case("Exaone4ForCausalLM", "grouped heads", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    Case("Exaone4ForCausalLM", "no rotation", {"sliding_window": 6, "layer_types": ["full_attention"] * 3}),
     Case("Ernie4_5ForCausalLM", "grouped heads", {"head_dim": 16}),
     Case("Ernie4_5ForCausalLM", "biases, untied", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False}),
     Case("Cohere2ForCausalLM", "sliding window", {**PATTERN, "head_dim": 16, "logit_scale": 0.2}),

@@ -23,7 +23,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         windows=windows,
     )
     hf.finish()
-    return config.with_ropes(full=None, sliding=config.layers[0].attention.rope) if any(windows) else config
+    return config.with_ropes(full=None, sliding=config.layers[0].attention.rope) if hf.has("sliding_window") else config
 
 
 SPEC = ModelSpec(
