@@ -185,6 +185,21 @@ def test_a_selected_column_that_is_not_one_number_per_token_is_refused(prepare_r
         prepare_rows(rows, columns=("input_ids", "weight"))
 
 
+def test_tokens_of_weight_0_are_not_trained(prepare_rows):
+    """Catches a run on nothing, counts of trained tokens that include them, and a weight that is no number."""
+    rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "weights": weights} for weights in ([1, 0, 2], [1, 1, 0])]
+    for changes in ({}, {"input_ids": "[1, 2, 3]"}):  # a string takes the plain path
+        documents = prepare_rows([{**row, **changes} for row in rows], columns=("input_ids", "labels", "weights"))
+        assert sorted(documents.document(index)[1].tolist() for index in (0, 1)) == [[-100, -100, 3], [-100, 2, -100]]
+        assert documents.receipt.datasets[0].counts.trained_tokens == 2
+    for weights, message in (
+        ([1, 0, 0], "no token of .* is trained"),
+        ([1, 1, float("nan")], "line 1: weights .* nan"),
+    ):
+        with pytest.raises(DataError, match=message):
+            prepare_rows([{"input_ids": [1, 2, 3], "weights": weights}], columns=("input_ids", "weights"))
+
+
 def test_per_token_columns_that_some_datasets_lack_are_refused(tmp_path, text_options):
     """Catches weights that are dropped because another dataset comes first, and a crash in the middle of training."""
     ids = DatasetEntry(

@@ -16,7 +16,7 @@ from torch import nn
 from xorl.ckpt.layout import JSON
 from xorl.config import Config
 from xorl.config.local import TrainConfig
-from xorl.core.loss import cross_entropy
+from xorl.core.loss import weighted_cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder
 from xorl.core.models.recipes import stacked_tensors
@@ -103,7 +103,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None, watchdo
     start_step = 0 if loaded is None else loaded.step
     log_opening(startup, start_step)
     skips = config.train.on_nonfinite == "skip"
-    loss_fn = cross_entropy if preference is None else preference.loss
+    loss_fn = weighted_cross_entropy if preference is None else preference.loss
     nonfinite = NonFiniteSteps(engine, loader, loss_fn, startup.output_dir, skips=skips)
     observer = build_observer(startup, start_step, engine.timer)
     observer.on_nonfinite = nonfinite.handle

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xorl.core.loss import IGNORE, LossFn, LossOutput, score_tokens
+from xorl.core.loss import LossFn, LossOutput, score_tokens
 from xorl.core.mesh import Axis
 from xorl.core.parallel import ParallelModel
 from xorl.data import PackedBatch, StepLoader
+from xorl.data.batch import trained_tokens
 from xorl.train.engine import Engine
 from xorl.train.observe.metrics_file import Metrics
 from xorl.train.rows import join_rows
@@ -89,7 +90,7 @@ def evaluate(engine: Engine | Scorer, loader: StepLoader, check: Callable[[], No
 
 def _sums(loss_sum: Tensor, correct: Tensor, batch: PackedBatch, context: Axis) -> Tensor:
     """The loss of this rank's tokens, and the counts of the whole row; only the first rank that shares it counts."""
-    trained = batch.labels != IGNORE
+    trained = trained_tokens(batch.labels, batch.targets)
     lengths = batch.cu_seqlens.diff().long()
     document = torch.repeat_interleave(torch.arange(len(batch.lengths), device=lengths.device), lengths)
     per_document = torch.zeros(len(batch.lengths), 2, device=lengths.device)

@@ -12,7 +12,7 @@ import torch
 
 from xorl.config import Config
 from xorl.config.resolve import member_config
-from xorl.core.loss import LossFn, LossOutput, cross_entropy
+from xorl.core.loss import LossFn, LossOutput, weighted_cross_entropy
 from xorl.core.models import Decoder, training_flops
 from xorl.core.models.flops import matmul_parameters
 from xorl.core.runtime import GarbageCollection, default_device_type
@@ -77,7 +77,7 @@ def build_sweep(config: Config, *, watchdog: Watchdog | None = None) -> Sweep:
     log_opening(startup, start_step)
     sweep = Sweep(
         startup=startup,
-        loss_fn=cross_entropy,
+        loss_fn=weighted_cross_entropy,
         observer=build_observer(startup, start_step, engine.timer),
         checkpoints=checkpoints,
         profiler=build_profiler(config.train, runtime, start_step, startup.num_steps),

@@ -1,6 +1,6 @@
 """Losses by name, as sums over tokens, computed from the last hidden states and the head's weight."""
 
-from xorl.core.loss.cross_entropy import cross_entropy, score_tokens
+from xorl.core.loss.cross_entropy import cross_entropy, score_tokens, weighted_cross_entropy
 from xorl.core.loss.metrics import all_reduce_metrics, combine_metrics, read_metrics
 from xorl.core.loss.output import IGNORE, LossFn, LossOutput
 from xorl.core.loss.preference import PREFERENCE_LOSSES, PreferenceLoss, PreferenceOptions, score_answers
@@ -21,4 +21,5 @@ __all__ = [
     "read_metrics",
     "score_answers",
     "score_tokens",
+    "weighted_cross_entropy",
 ]

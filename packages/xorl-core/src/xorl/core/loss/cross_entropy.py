@@ -112,13 +112,16 @@ def score_tokens(
 ) -> LossOutput:
     """Cross-entropy for evaluation, with `metrics["correct"]` [T] bool: whether the label is the most likely token.
 
-    It is False for ignored labels. Arguments as for `cross_entropy`; no gradient.
+    It is False for ignored labels, and for those of weight 0. Arguments as for `weighted_cross_entropy`; no gradient.
     """
-    head, labels = HeadWeight.of(head), labels_of(hidden, targets)
+    head, labels, weights = HeadWeight.of(head), labels_of(hidden, targets), targets.get("weights")
     if head.logits.whole:
         logits = full_logits(hidden, head)
         per_token = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
         correct = logits.argmax(-1) == labels
     else:
         per_token, correct = linear_cross_entropy_scores(hidden, head, labels)
-    return LossOutput(per_token.sum(), per_token, {"correct": correct}, -per_token)
+    logprobs = -per_token
+    if weights is not None:
+        per_token, correct = per_token * weights, correct & (weights != 0)
+    return LossOutput(per_token.sum(), per_token, {"correct": correct}, logprobs)

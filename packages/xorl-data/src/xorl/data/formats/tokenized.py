@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from xorl.data.arguments import check_fields
-from xorl.data.batch import IGNORE
+from xorl.data.batch import IGNORE, WEIGHTS
 from xorl.data.chunks import Chunk, Row, WithoutColumns
 from xorl.data.columns import COLUMNS, ROW_MASKS
 from xorl.data.errors import DataError
@@ -79,12 +79,14 @@ class TokenizedFormat:
         skip: dict[str, JSON] = {"skip_bad_rows": True} if self.skip_bad_rows else {}
         ignored: dict[str, JSON] = {"ignored": [*self.ignored]} if self.ignored else {}
         fields: dict[str, JSON] = {"type": "tokenized", "limit": self.limit, "overflow": self.overflow}
-        return {**fields, "columns": columns, **skip, **ignored}
+        weights: dict[str, JSON] = {"labels_of_weight_0": False} if WEIGHTS in self.extras else {}
+        return {**fields, "columns": columns, **skip, **ignored, **weights}
 
     def encode(self, chunk: Chunk) -> EncodedDocuments:
         """Encodes one chunk and applies the overflow policy. Raises DataError, with the location, for unusable rows."""
         chunk = WithoutColumns(chunk, self.ignored) if self.ignored else chunk
         rows, usable = encode_usable(chunk, self._encode_chunk, skip_bad_rows=self.skip_bad_rows)
+        rows = _without_weightless_labels(rows)
         return apply_overflow(replace(rows, counts=rows.counts + _count_misaligned(rows)), usable, self)
 
     def _encode_chunk(self, chunk: Chunk) -> EncodedRows:
@@ -136,11 +138,21 @@ def _encode_table(table: pa.Table, fmt: TokenizedFormat) -> EncodedRows | None:
             return None
         labels = labels.astype(np.int32, copy=False)
     extras = {name: columns[name].astype(np.float32, copy=False) for name in fmt.extras}
+    if WEIGHTS in extras and not np.all(np.isfinite(extras[WEIGHTS])):
+        return None
     ids = ids.astype(np.int32, copy=False)
     rows = EncodedRows(ids, labels, extras, lengths, has_labels=labels is not None)
     if mask is None or bool(np.all(mask == 1)):
         return rows
     return _without_masked(rows, mask != 0) if bool(np.all((mask == 0) | (mask == 1))) else None
+
+
+def _without_weightless_labels(rows: EncodedRows) -> EncodedRows:
+    """Removes the labels of weight 0, which are not trained, so that nothing counts them as if they were."""
+    if (weights := rows.extras.get(WEIGHTS)) is None:
+        return rows
+    labels = rows.input_ids if rows.labels is None else rows.labels
+    return replace(rows, labels=np.where(weights == 0, np.int32(IGNORE), labels), has_labels=True)
 
 
 def _count_misaligned(rows: EncodedRows) -> Counts:
@@ -264,7 +276,11 @@ def _encode_row(
         _check_ids(labels[labels != IGNORE], "labels", index, chunk, fmt.vocab_size)
     if mask is not None and not np.all((mask == 0) | (mask == 1)):
         raise DataError(f"{chunk.location(index)}: attention_mask contains values other than 0 and 1")
-    return ids, labels, mask, {name: columns[name] for name in fmt.extras}
+    extras = {name: columns[name] for name in fmt.extras}
+    if WEIGHTS in extras and not np.all(np.isfinite(extras[WEIGHTS])):
+        offender = extras[WEIGHTS][~np.isfinite(extras[WEIGHTS])][0]
+        raise DataError(f"{chunk.location(index)}: {WEIGHTS} contains {offender}, want finite numbers")
+    return ids, labels, mask, extras
 
 
 def _numbers(value: object, name: str, index: int, chunk: Chunk) -> np.ndarray:
