@@ -25,7 +25,7 @@ def _rank(rank: int, port: int, folder: Path) -> None:
         (folder / f"ended_{rank}").write_text(f"{type(error).__name__}: {error}")
         os._exit(0)
 
-    peers = join.meet(rank, 2)
+    peers = join.rendezvous(rank, 2)
     watchdog = Watchdog(end, stall_s=5.0, interval_s=0.2)
     watchdog.start(peers, rank)
     try:

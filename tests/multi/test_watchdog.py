@@ -39,10 +39,11 @@ def watched(
 
         watchdog = Watchdog(end, stall_s=stall_s, lost_s=lost_s, interval_s=0.1)
         network = "one" if is_one_host else "{}"
-        places = tuple(
-            join.Place(other, f"host-{other}", network.format(other), f"10.0.0.{other}") for other in range(num_ranks)
+        locations = tuple(
+            join.Location(other, f"host-{other}", network.format(other), f"10.0.0.{other}")
+            for other in range(num_ranks)
         )
-        peers = join.Peers(dist.distributed_c10d._get_default_store(), places)
+        peers = join.Peers(dist.distributed_c10d._get_default_store(), locations)
         watchdog.start(peers if num_ranks > 1 else None, rank)
         watchdog.position.move("data", 3)
         try:

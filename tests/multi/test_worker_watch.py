@@ -33,9 +33,9 @@ def watched_worker(folder: Path) -> tuple[Worker, Watchdog]:
     assert watchdog is not None
     worker = Worker(build_base(config, runtime.init("cpu"), position))
     done(worker, CreateModel("m"))
-    places = tuple(join.Place(rank, "host", "one", f"10.0.0.{rank}") for rank in range(dist.get_world_size()))
+    locations = tuple(join.Location(rank, "host", "one", f"10.0.0.{rank}") for rank in range(dist.get_world_size()))
     store = dist.distributed_c10d._get_default_store()
-    watchdog.start(join.Peers(store, places) if len(places) > 1 else None, dist.get_rank())
+    watchdog.start(join.Peers(store, locations) if len(locations) > 1 else None, dist.get_rank())
     return worker, watchdog
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from xorl.core.folder_store import FolderStore
-from xorl.core.join import JoinError, listen_at, meet, stay_on_loopback, store_client, store_server
+from xorl.core.join import JoinError, listen_at, rendezvous, stay_on_loopback, store_client, store_server
 from xorl.core.launched import store_in
 
 
@@ -56,7 +56,7 @@ def test_ranks_without_a_launcher_meet_twice_and_only_on_loopback(monkeypatch: p
         monkeypatch.setenv(name, value)
     for name in ("XORL_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
-    assert len(meet(0, 1).places) == len(meet(0, 1).places) == 1
+    assert len(rendezvous(0, 1).locations) == len(rendezvous(0, 1).locations) == 1
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "[::1]"])
@@ -71,7 +71,7 @@ def test_an_address_that_is_another_host_on_each_host_is_refused_at_once(
     for name in ("XORL_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(JoinError, match=f"MASTER_ADDR is {address.strip('[]')}, which is a different host on each"):
-        meet(int(rank), 2, arrive_s=1.0)
+        rendezvous(int(rank), 2, arrive_s=1.0)
 
 
 @pytest.mark.parametrize("interface", ["lo", "lo0"])

@@ -15,9 +15,7 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 MODEL_PATTERNS = (*CONFIG_PATTERNS, *TOKENIZER_PATTERNS, *WEIGHT_PATTERNS)
 
 
-def resolve_folder(
-    id_or_path: str | Path, *, revision: str | None = None, patterns: Sequence[str] = MODEL_PATTERNS
-) -> Path:
+def resolve_folder(id_or_path: str | Path, *, patterns: Sequence[str] = MODEL_PATTERNS) -> Path:
     """The local folder if it exists, else the Hub's cache folder with the repository's files that match `patterns`.
 
     Not collective: on each node, call it on one rank first and then on the others. Raises CheckpointError for a path
@@ -42,13 +40,12 @@ def resolve_folder(
 
     try:
         # Only the top level of the repository: folders below it hold other formats of the same weights.
-        found = snapshot_download(text, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"])
+        found = snapshot_download(text, allow_patterns=list(patterns), ignore_patterns=["*/*"])
     except HFValidationError as error:
         raise CheckpointError(f"{text!r} is neither a folder nor the id of a repository: {error}") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         if isinstance(error, HfHubHTTPError):
-            at = f" at revision {revision!r}" if revision else ""
-            raise CheckpointError(f"cannot download {text!r}{at} from the Hub: {error}") from error
+            raise CheckpointError(f"cannot download {text!r} from the Hub: {error}") from error
         raise CheckpointFailure(
             f"{text!r} is neither a local folder nor in the Hub's cache, and the Hub cannot be reached. "
             "Pass the path of a downloaded folder, or run once with network access."

@@ -172,7 +172,7 @@ def require_intact(folder: Path, files: Mapping[str, FileRecord], hashed: Iterab
 
 
 def _advice(folder: Path) -> str:
-    """What to do about a damaged checkpoint."""
+    """Advice on a damaged checkpoint."""
     step = step_of(folder) or 0
     earlier = [found for found in list_checkpoints(folder.parent) if (step_of(found) or 0) < step]
     other = f"load {earlier[-1]}, the checkpoint before it" if earlier else "start from another checkpoint"

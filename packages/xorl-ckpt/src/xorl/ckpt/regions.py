@@ -1,4 +1,4 @@
-"""Which part of a global tensor this rank holds. Only this file queries DTensor for it."""
+"""The part of a global tensor that this rank holds. Only this file queries DTensor for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept when a new one is published."""
+"""Chooses the checkpoints of a run to keep when a new one is published."""
 
 import math
 from collections.abc import Callable, Collection, Mapping

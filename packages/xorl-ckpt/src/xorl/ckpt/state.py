@@ -118,7 +118,7 @@ def flatten(parts: Mapping[str, Mapping[str, Stored]]) -> dict[str, Stored]:
 
 
 def differences(tensors: Mapping[str, Stored], saved: Mapping[str, TensorRecord]) -> dict[str, list[str]]:
-    """What differs between the tensors of a state and those that are saved, by kind; empty lists if nothing does."""
+    """Differences between the tensors of a state and the saved ones, by kind; empty lists if nothing does."""
     missing = [name for name in tensors if name not in saved]
     changed: list[str] = []
     for name, tensor in tensors.items():

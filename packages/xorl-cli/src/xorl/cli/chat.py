@@ -56,7 +56,7 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True)
 class Model:
-    """What the flags say about the model."""
+    """The flags about the model."""
 
     path: str
     base: str | None

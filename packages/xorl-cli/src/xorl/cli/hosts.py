@@ -19,7 +19,7 @@ from xorl.host.ranks import Nodes
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-MEET_S = 600.0  # how long the launchers of all hosts wait for each other
+RENDEZVOUS_S = 600.0  # how long the launchers of all hosts wait for each other
 CONNECT_S = 5.0  # for one attempt
 POLL_S = 0.2
 TELL_S = 5.0  # how long the other hosts have to read why this one failed
@@ -52,12 +52,12 @@ class Hosts:
             variables |= {} if interface is None else {INTERFACE: interface}
         return variables
 
-    def meet(self, stops: Sequence[int]) -> None:
+    def rendezvous(self, stops: Sequence[int]) -> None:
         """Wait until the launchers of all hosts have arrived, or `stops` is not empty.
 
-        Raises HostsError if they do not meet within MEET_S, and ValueError if their flags differ.
+        Raises HostsError if they do not meet within RENDEZVOUS_S, and ValueError if their flags differ.
         """
-        deadline = time.monotonic() + MEET_S
+        deadline = time.monotonic() + RENDEZVOUS_S
         reason = "not all hosts have come"
         while not stops and time.monotonic() < deadline:
             try:
@@ -97,9 +97,9 @@ class Hosts:
         from xorl.core.join import store_client, store_server  # noqa: PLC0415 - as above
 
         if self._nodes.node_rank == 0:
-            return store_server(*self._endpoint, timeout_s=MEET_S)
+            return store_server(*self._endpoint, timeout_s=RENDEZVOUS_S)
         socket.create_connection(self._endpoint, CONNECT_S).close()  # torch would log each failure with its stack
-        return store_client(*self._endpoint, timeout_s=MEET_S)
+        return store_client(*self._endpoint, timeout_s=RENDEZVOUS_S)
 
     def _announce(self, store: "TCPStore") -> list[object]:
         own = [self._nodes.ranks_per_node, self._nodes.num_nodes, self._job_id]
@@ -135,6 +135,6 @@ class Hosts:
         address, port = self._endpoint
         return (
             f"node {self._nodes.node_rank} of {self._nodes.num_nodes} did not meet the others at {address}:{port} "
-            f"within {MEET_S:g} s. Start the same command on every host, with an address of node 0 that all hosts "
-            f"reach (--master-addr) and a port that no firewall closes to them\n{reason}"
+            f"within {RENDEZVOUS_S:g} s. Start the same command on every host, with an address of node 0 that all "
+            f"hosts reach (--master-addr) and a port that no firewall closes to them\n{reason}"
         )

@@ -151,7 +151,7 @@ def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
         else:
             hosts = Hosts(plan.nodes, plan.endpoint, plan.job_id)
             try:
-                hosts.meet(signals.stops)
+                hosts.rendezvous(signals.stops)
             except HostsError as error:
                 print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
                 return FAILURE

@@ -1,4 +1,4 @@
-"""What `xorl config` prints: a configuration with the origin of each value, or the documentation of the options."""
+"""The output of `xorl config`: a configuration with the origin of each value, or the documentation of the options."""
 
 import difflib
 import textwrap

@@ -57,7 +57,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which rank computes which data: `bins[rank][micro_batch]`; every rank has the same number of micro-batches."""
+    """The data of each rank: `bins[rank][micro_batch]`; every rank has the same number of micro-batches."""
 
     bins: tuple[tuple[Bin, ...], ...]
 

@@ -158,7 +158,7 @@ def _tensors_of(module: nn.Module, architecture: Architecture, config: Config) -
 
 
 def _never_decayed(module: Decoder) -> list[str]:
-    """The names of trained scalars and the like: weight decay would pull them to values that are no simpler."""
+    """The names of trained scalars and others that weight decay would not make simpler."""
     roles = module.parameter_roles()
     return [name for name, each in module.named_parameters() if roles[name] in NOT_DECAYED and each.requires_grad]
 
@@ -279,7 +279,7 @@ def _muon_options(train: TrainConfig, model: ParallelModel) -> MuonOptions:
 def _adapter_files(
     config: Config, architecture: Architecture, engine: Engine, fingerprint: str | None
 ) -> AdapterFiles | None:
-    """What writes the model's adapters, if it has any. fingerprint: of the base weights."""
+    """The writer of the model's adapters, if it has any. fingerprint: of the base weights."""
     lora = config.lora
     # The engine of a benchmark's peer has none of our adapters.
     if not adapters(engine.model.whole):

@@ -1,4 +1,4 @@
-"""What `xorl doctor` finds on a machine before a run does: one line for each part, with what to do."""
+"""Examines a machine for `xorl doctor`: a finding for each part, with advice."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ def _gpu(device: torch.device) -> Iterator[Finding]:
         yield Finding(part, "ok", text)
 
 
-def _product_flops(device: torch.device, size: int = 8192, count: int = 40) -> float:
+def _product_flops(device: torch.device) -> float:
+    size, count = 8192, 40
     left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(left)
     milliseconds = []

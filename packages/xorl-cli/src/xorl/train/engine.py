@@ -52,7 +52,7 @@ class StepLosses:
 
     @property
     def divisor(self) -> Tensor:
-        """What `optim_step` divides the gradient by; NaN, which skips the update, if the loss is not finite."""
+        """The divisor of the gradient for `optim_step`; NaN, which skips the update, if the loss is not finite."""
         return torch.where(torch.isfinite(self.loss_sum), self.num_terms.clamp(min=1), torch.nan)
 
     @property

@@ -219,7 +219,7 @@ def compute_dtype(train: TrainConfig) -> torch.dtype:
 
 
 def attention_requests(config: DecoderConfig, train: TrainConfig, device: torch.device) -> list[AttentionRequest]:
-    """What attention has to support, each kind of layer once."""
+    """The requests for attention, one for each kind of layer."""
     return list(dict.fromkeys(config.attention_requests(device.type, compute_dtype(train)).values()))
 
 

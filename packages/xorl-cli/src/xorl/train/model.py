@@ -82,7 +82,7 @@ class KeptDtypes:
 
 
 def stage_of(config: Config, architecture: Architecture, mesh: Mesh) -> Stage | None:
-    """What this rank of a pipeline has of the model; None without a pipeline."""
+    """The part of the model that this rank of a pipeline has; None without a pipeline."""
     return pipeline_stages(config, architecture)[mesh.stage] if mesh.dims.pp > 1 else None
 
 

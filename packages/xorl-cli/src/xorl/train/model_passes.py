@@ -57,7 +57,7 @@ class ModelPasses:
         return received_of(self._model, self._batches[index], chunk)
 
     def forward(self, index: int, chunk: int, received: Tensors) -> Tensors:
-        """What the next stage receives; of the last one, the loss."""
+        """The tensors for the next stage; of the last one, the loss."""
         self._prepare(index)
         set_aside = self._accumulation.micro_batch() if self._model.has_buckets else nullcontext()
         with set_aside, self._model.accumulation(is_last=self._is_last(index)):
@@ -97,7 +97,7 @@ class ModelPasses:
 
 
 def executor_of(model: ParallelModel, schedule: Schedule = "1F1B") -> Executor:
-    """What runs the passes of a model on this rank."""
+    """The executor of a model's passes on this rank."""
     num_chunks = len(model.module.stage.chunks) if isinstance(model.module, Decoder) else 1
     return Executor(schedule, model.mesh.stage, model.mesh.dims.pp, num_chunks, model.mesh.links)
 
@@ -170,7 +170,7 @@ def call_model(
 
 def image_input(images: Images, layout: SequenceLayout, module: nn.Module, device: torch.device) -> ImageInput:
     """The images of a row for the model; `layout` is of this rank's part of it, whose places alone are named."""
-    # On the host, so that nobody has to wait for the device.
+    # On the host, which then need not wait for the device.
     of_tokens = layout.local(images.features)
     if isinstance(module, Decoder):
         of_tokens = module.ranks.local(of_tokens)

@@ -50,7 +50,7 @@ def preference_loss(config: Config) -> PreferenceLoss | None:
 
 @dataclass(frozen=True)
 class Preference:
-    """What a run on pairs needs beside an engine.
+    """The parts of a run on pairs beside the engine.
 
     from_base: the reference model is the base, which scores each batch; otherwise batches have the columns of
         `xorl.data.pairs.ScoredPairs`.

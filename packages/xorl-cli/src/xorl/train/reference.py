@@ -100,7 +100,7 @@ def _write(path: Path, scores: np.ndarray) -> None:
 
 
 def _identity(config: Config, family: ModelSpec) -> JSON:
-    """What determines the initial model and how it computes."""
+    """Everything that determines the initial model and how it computes."""
     model, train, lora = config.model, config.train, config.lora
     weights: JSON = train.seed
     if model.model_path is not None:

@@ -16,7 +16,7 @@ from xorl.ckpt.layout import Manifest, step_of
 from xorl.config import Config
 from xorl.config.options import changed_options, yaml_text
 from xorl.config.resolve import member_config
-from xorl.core.join import meet
+from xorl.core.join import rendezvous
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import DecoderConfig
 from xorl.core.optim import Schedule
@@ -215,7 +215,7 @@ def start_up(
         }
 
     with phases("join", f"Waiting until all {world_size()} ranks have started"):
-        peers = meet(global_rank(), world_size()) if is_launched() else None
+        peers = rendezvous(global_rank(), world_size()) if is_launched() else None
         if watchdog is not None:
             watchdog.start(peers, global_rank())
         runtime = init_runtime(timeout_s=COLLECTIVE_TIMEOUT.total_seconds(), peers=peers)

@@ -219,7 +219,7 @@ def _marked(layers: nn.ModuleList, mark: Callable[[], None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds on its device besides activations.
+    """The bytes on a rank's device besides activations.
 
     parts: bytes during the whole step, by what they are; gradient_ratio: bytes of gradients that a pass adds for each
     byte of gradients that a profiled pass makes, 0 where gradients exist throughout, or on the host.
@@ -240,17 +240,15 @@ def held_bytes(
     dims: ParallelDims,
     *,
     by_copy_engines: bool = False,
-    stage: Stage | None = None,
 ) -> Held:
-    """What a rank holds besides activations: parameters and their like, and what is gathered and travels between ranks.
+    """Bytes of parameters, gradients, optimizer state and communication buffers on a rank, without a pipeline.
 
-    by_copy_engines: whether sharded parameters are gathered, and their gradients reduced, by these. stage: what the
-    rank has of a pipeline; None: all.
+    by_copy_engines: whether copy engines gather sharded parameters and reduce their gradients.
     """
-    module = sketch_of(config, architecture, stage)
+    module = sketch_of(config, architecture)
     compute, frozen = gathered_itemsizes(config)
     # What other ranks hold of experts and matrices is not gathered, and a profiled pass does not have it either.
-    own = module if dims.ep == dims.tp == 1 else sketch_of(config, architecture, stage, dims)
+    own = module if dims.ep == dims.tp == 1 else sketch_of(config, architecture, dims=dims)
     whole, held, layers, encoder = (
         Sizes.of(part, compute, frozen) for part in (module, own, own.layers, own.encoder_layers)
     )
@@ -328,7 +326,7 @@ def profiled_param_dtype(config: Config) -> ParameterDtype:
 
 
 def kept_bytes(config: Config, architecture: Architecture, dims: ParallelDims) -> float:
-    """What a rank keeps, on the device or the host: parameters, gradients, optimizer state, fp8 copies.
+    """Bytes that a rank keeps, on the device or the host: parameters, gradients, optimizer state, fp8 copies.
 
     Of a pipeline, the rank that keeps the most.
     """

@@ -79,7 +79,7 @@ SIZE_OPTIONS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Result:
-    """What a layout computed. `gradients` are of the first step, divided as the optimizer divides them."""
+    """The results of a layout. `gradients` are of the first step, divided as the optimizer divides them."""
 
     losses: list[float]
     grad_norm: float
@@ -282,7 +282,7 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
 
 
 def of_all_stages(own: Mapping[str, ValueT], mesh: Mesh) -> dict[str, ValueT]:
-    """What all stages of a pipeline have, by name. Collective among its ranks."""
+    """The tensors of all stages of a pipeline, by name. Collective among its ranks."""
     by_stage = [own] * mesh.pp.size
     if mesh.pp.size > 1:
         dist.all_gather_object(by_stage, own, group=mesh.pp.group)

@@ -64,7 +64,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank publishes.
+    """The state that a rank publishes.
 
     beat: increases with each report. collectives: the number that the rank has begun. file_mib: MiB read and written.
     """
@@ -153,8 +153,8 @@ class Watchdog:
             if self._peers.num_hosts > 1:
                 kind = "" if type(error).__module__.startswith("xorl.") else f"{type(error).__name__}: "
                 text = kind + (str(error).splitlines() or [type(error).__name__])[0]
-                place = str(self._peers.places[self._rank])
-                self._fail(text if text.startswith(place) else f"{place} ended: {text}", LostRankError)
+                location = str(self._peers.locations[self._rank])
+                self._fail(text if text.startswith(location) else f"{location} ended: {text}", LostRankError)
             raise
         finally:
             self.stop()
@@ -167,18 +167,19 @@ class Watchdog:
             if (failure := self._failure()) is not None:
                 return failure
             time.sleep(0.1)
-        places = ", ".join(map(str, self._peers.at(address))) or f"another rank {address}".rstrip()
+        locations = ", ".join(map(str, self._peers.at(address))) or f"another rank {address}".rstrip()
         return LostRankError(
-            f"the connection to {places} was lost: that host, its network or one of these processes ended. Look at its "
-            f"output, then run the same command again on all hosts; it continues from the newest checkpoint ({text})"
+            f"the connection to {locations} was lost: that host, its network or one of these processes ended. Look at "
+            "its output, then run the same command again on all hosts; it continues from the newest checkpoint "
+            f"({text})"
         )
 
     @property
     def _num_ranks(self) -> int:
-        return 1 if self._peers is None else len(self._peers.places)
+        return 1 if self._peers is None else len(self._peers.locations)
 
     def _name(self, rank: int) -> str:
-        return "rank 0" if self._peers is None else str(self._peers.places[rank])
+        return "rank 0" if self._peers is None else str(self._peers.locations[rank])
 
     def _fail(self, text: str, kind: type[Exception]) -> None:
         """Publish the end of the job, unless another rank has: the first one counts."""
@@ -273,7 +274,7 @@ class Watchdog:
 
     def _shares_host(self, rank: int) -> bool:
         assert self._peers is not None
-        return self._peers.places[rank].network == self._peers.places[self._rank].network
+        return self._peers.locations[rank].network == self._peers.locations[self._rank].network
 
     def _describe_stall(self, reports: Mapping[int, Report]) -> str:
         assert self._store is not None

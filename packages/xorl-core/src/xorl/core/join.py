@@ -45,7 +45,7 @@ class JoinError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a rank runs. `network` differs between hosts; `address` is the one at which gloo listens."""
 
     rank: int
@@ -77,7 +77,7 @@ class Peers:
     """All ranks of a job, in their order, and a store that they share."""
 
     store: dist.Store
-    places: tuple[Place, ...]
+    locations: tuple[Location, ...]
 
     def watch_store(self, timeout: timedelta) -> WatchStore:
         """A store for use in another thread, which may publish values as long as the job runs."""
@@ -89,15 +89,15 @@ class Peers:
 
     @property
     def num_hosts(self) -> int:
-        return len({place.network for place in self.places})
+        return len({location.network for location in self.locations})
 
-    def at(self, address: str) -> tuple[Place, ...]:
+    def at(self, address: str) -> tuple[Location, ...]:
         """The ranks on the host that has this address."""
-        networks = {place.network for place in self.places if place.address == address}
-        return tuple(place for place in self.places if place.network in networks)
+        networks = {location.network for location in self.locations if location.address == address}
+        return tuple(location for location in self.locations if location.network in networks)
 
 
-def meet(rank: int, world_size: int, *, arrive_s: float = ARRIVE_S) -> Peers:
+def rendezvous(rank: int, world_size: int, *, arrive_s: float = ARRIVE_S) -> Peers:
     """Wait until every rank has called this; needs the variables of torchrun or of xorl's launchers. Collective.
 
     If all ranks are on one host, their process groups listen on its loopback interface, unless the user chose another.
@@ -105,7 +105,7 @@ def meet(rank: int, world_size: int, *, arrive_s: float = ARRIVE_S) -> Peers:
     failed meanwhile, or if MASTER_ADDR or the addresses of ranks on several hosts mean only the own host.
     """
     store, name = _open_store(rank, arrive_s)
-    own = Place(rank, platform.node(), _network(), _gloo_address())
+    own = Location(rank, platform.node(), _network(), _gloo_address())
     store.set(_key(rank), json.dumps(asdict(own)))
     store.add(_ARRIVED, 1)
     deadline = time.monotonic() + arrive_s
@@ -119,11 +119,13 @@ def meet(rank: int, world_size: int, *, arrive_s: float = ARRIVE_S) -> Peers:
                 f"{', '.join(missing[:8])}{', ...' * (len(missing) > 8)}. Look at the output of their hosts"
             )
         time.sleep(POLL_S)
-    places = tuple(Place(**json.loads(text)) for text in store.multi_get([_key(other) for other in range(world_size)]))
-    if len({place.network for place in places}) == 1:
+    locations = tuple(
+        Location(**json.loads(text)) for text in store.multi_get([_key(other) for other in range(world_size)])
+    )
+    if len({location.network for location in locations}) == 1:
         stay_on_loopback()
-        return Peers(store, tuple(replace(place, address=_gloo_address()) for place in places))
-    unreachable = [place for place in places if place.is_loopback]
+        return Peers(store, tuple(replace(location, address=_gloo_address()) for location in locations))
+    unreachable = [location for location in locations if location.is_loopback]
     if unreachable:
         raise JoinError(
             f"{_listed(unreachable)}: only processes of the same host can connect to "
@@ -135,9 +137,9 @@ def meet(rank: int, world_size: int, *, arrive_s: float = ARRIVE_S) -> Peers:
             "to them may run code as this user. Let only the job's hosts reach the store's port and the ports that the "
             "system chooses (net.ipv4.ip_local_port_range)",
             name,
-            ",".join(sorted({place.address for place in places})),
+            ",".join(sorted({location.address for location in locations})),
         )
-    return Peers(store, places)
+    return Peers(store, locations)
 
 
 def stay_on_loopback() -> None:
@@ -243,20 +245,21 @@ def interface_advice() -> str:
 
 def could_not_connect(peers: Peers, rank: int, error: Exception) -> JoinError:
     """The error of a rank that could not connect to the others."""
-    others = [place for place in peers.places if place.network != peers.places[rank].network] or peers.places
+    own = peers.locations[rank]
+    others = [location for location in peers.locations if location.network != own.network] or peers.locations
     return JoinError(
-        f"{peers.places[rank]} could not connect to all other ranks, for which it has {CONNECT_S:g} s. "
+        f"{own} could not connect to all other ranks, for which it has {CONNECT_S:g} s. "
         f"It tried {_listed(others)}. {interface_advice()}: {str(error).splitlines()[0]}"
     )
 
 
-def _listed(places: Iterable[Place]) -> str:
-    texts = [str(place) for place in places]
+def _listed(locations: Iterable[Location]) -> str:
+    texts = [str(location) for location in locations]
     return ", ".join(texts[:8]) + ", ..." * (len(texts) > 8)
 
 
 def _key(rank: int) -> str:
-    return f"xorl/place/{rank}"
+    return f"xorl/location/{rank}"
 
 
 def _network() -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from xorl.core.join import CONNECT_S, Peers, could_not_connect, meet, stay_on_loopback
+from xorl.core.join import CONNECT_S, Peers, could_not_connect, rendezvous, stay_on_loopback
 from xorl.core.launched import STORE_VARIABLE
 
 
@@ -75,7 +75,7 @@ def init(
     """Choose the device and join the default process group (NCCL on GPUs, gloo on CPU); collective.
 
     Without torchrun the process joins a group of size one, so later code needs no special case. `peers` is the result
-    of `join.meet`, which this calls otherwise. Raises RuntimeError if the host has fewer GPUs than processes, and
+    of `join.rendezvous`, which this calls otherwise. Raises RuntimeError if the host has fewer GPUs than processes, and
     JoinError if the ranks cannot reach each other.
     """
     if device_type not in ("auto", "cpu", "cuda"):
@@ -97,7 +97,7 @@ def init(
     if not dist.is_initialized():
         backend, timeout = "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo", timedelta(seconds=timeout_s)
         if is_launched():
-            _join(peers or meet(global_rank(), world_size()), backend, timeout)
+            _join(peers or rendezvous(global_rank(), world_size()), backend, timeout)
         else:
             stay_on_loopback()
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -112,7 +112,7 @@ def _join(peers: Peers, backend: str, timeout: timedelta) -> None:
             backend,
             store=dist.PrefixStore("default_pg", peers.store),
             rank=rank,
-            world_size=len(peers.places),
+            world_size=len(peers.locations),
             timeout=timedelta(seconds=CONNECT_S),
         )
     except RuntimeError as error:

@@ -463,7 +463,7 @@ def check_encoding(data: bytes, source: str) -> None:
         )
 
 
-def excerpt(text: str, limit: int = 60) -> str:
+def excerpt(text: str) -> str:
     """The beginning of a text, quoted, for an error message."""
     text = text.strip()
-    return repr(text if len(text) <= limit else text[:limit] + "...")
+    return repr(text if len(text) <= 60 else text[:60] + "...")

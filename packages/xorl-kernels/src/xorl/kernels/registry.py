@@ -149,7 +149,7 @@ class Registry(Generic[RequestT, FunctionT]):
 
 
 def _reason(backend: Backend[RequestT, FunctionT], request: RequestT) -> str | None:
-    """What the refusal of `backend` returns."""
+    """The refusal of `backend`, or None."""
     try:
         reason = backend.refusal(request)
     except Exception as error:  # noqa: BLE001  (a defect of one backend must not hide the others)

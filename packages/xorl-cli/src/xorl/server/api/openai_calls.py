@@ -48,7 +48,7 @@ class Call:
 
     @property
     def header(self) -> dict[str, JSON]:
-        """What every answer and every chunk begins with, but for the id."""
+        """The first fields of every answer and every chunk, without the id."""
         suffix = ".chunk" if self.is_chat and self.body.stream else ""
         return {"object": self.kind + suffix, "created": int(time.time()), "model": self.body.model}
 

@@ -232,7 +232,7 @@ async def _stream_choice(
 
 
 def _delta(call: Call, part: Part, num_calls: int) -> dict[str, JSON]:
-    """What a part adds to a message that has `num_calls` tool calls already."""
+    """The fields that a part adds to a message that has `num_calls` tool calls already."""
     delta: dict[str, JSON] = {"content": part.text}
     if part.is_first:
         delta["role"] = "assistant"

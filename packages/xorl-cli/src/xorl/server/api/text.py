@@ -32,7 +32,7 @@ _ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 
 
 class ToolSupport(NamedTuple):
-    """What a chat template does with tools.
+    """How a chat template renders tools.
 
     shows_tools, shows_results: whether the model sees definitions of tools, and the results of calls. calls: the format
     in which the template writes calls; None if it writes none, or uses an unknown format.
@@ -86,7 +86,7 @@ class TextCoder:
         return coder.encode(text, add_special_tokens=False).ids
 
     async def tool_support(self, tokenizer: str) -> ToolSupport:
-        """What the tokenizer's chat template does with tools. Raises Refusal(400) as `encode_chat` does."""
+        """How the tokenizer's chat template renders tools. Raises Refusal(400) as `encode_chat` does."""
         chat_tokenizer = await self._chat_tokenizer(tokenizer)
         if tokenizer not in self._tool_support:
             self._tool_support[tokenizer] = await asyncio.to_thread(_tool_support, chat_tokenizer)

@@ -80,7 +80,7 @@ class Values(NamedTuple):
 
 
 class Verdict(IntEnum):
-    """What rank 0 decides between two blocks of a pass; the other ranks always say CONTINUE."""
+    """A decision of rank 0 between two blocks of a pass; the other ranks always say CONTINUE."""
 
     CONTINUE = 0
     PAUSE = 1

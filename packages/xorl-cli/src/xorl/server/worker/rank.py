@@ -21,7 +21,7 @@ from pathlib import Path
 from xorl.config import ServerConfig, load_server_config
 from xorl.config.overrides import split_overrides
 from xorl.config.server_training import in_server_terms
-from xorl.core.join import Peers, meet
+from xorl.core.join import Peers, rendezvous
 from xorl.core.runtime import global_rank, init, is_launched, num_hosts, set_timeouts, shutdown, world_size
 from xorl.host.temporary import temporary_folder
 from xorl.server.addresses import bind_address, channel_keys, publish
@@ -65,7 +65,7 @@ def _run(config: ServerConfig, address: str, keys: ChannelKeys | None, signs: Pa
     match_sglang_nccl()
     if num_hosts() == 1:  # on several hosts, NCCL chooses an interface that reaches other hosts anyway
         let_nccl_reach(endpoint.host for endpoint in config.inference_endpoints)
-    peers = meet(global_rank(), world_size()) if is_launched() else None
+    peers = rendezvous(global_rank(), world_size()) if is_launched() else None
     if watchdog is not None:
         watchdog.start(peers, global_rank())
     try:

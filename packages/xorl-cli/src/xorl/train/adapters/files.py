@@ -134,7 +134,7 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class AdapterContent:
-    """What `AdapterFiles` writes: the tensors, which may be gathered while they are written, and the rest."""
+    """The content of adapter files: the tensors, which may be gathered while they are written, and the rest."""
 
     groups: Sequence[TensorGroup]
     config: AdapterConfig
@@ -160,7 +160,7 @@ class AdapterContent:
 
 
 def header_of(base_fingerprint: str | None) -> dict[str, str]:
-    """What the header of the file with an adapter's tensors records."""
+    """The header of the file with an adapter's tensors."""
     return {} if base_fingerprint is None else {BASE_FINGERPRINT: base_fingerprint}
 
 

@@ -77,7 +77,7 @@ def adapter_spec(lora: LoraConfig, family: ModelSpec, config: DecoderConfig) -> 
 
 
 def expert_sharing(lora: LoraConfig) -> ExpertSharing:
-    """What the options share between the experts of a layer."""
+    """The factors that the options share between the experts of a layer."""
     if lora.moe_shared_lora:
         return "all"
     return "outer" if lora.moe_hybrid_shared_lora else "none"

@@ -177,7 +177,7 @@ def _liger(model_type: str, module: ModuleType, options: dict[str, bool]) -> Ite
 
 
 def _liger_functions() -> Mapping[str, Callable[..., None]]:
-    """What patches transformers' code of a family with Liger's kernels, by model type."""
+    """The functions that patch a family of transformers with Liger's kernels, by model type."""
     # Optional: users who compare with Liger install it.
     from liger_kernel.transformers.monkey_patch import (  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
         MODEL_TYPE_TO_APPLY_LIGER_FN,

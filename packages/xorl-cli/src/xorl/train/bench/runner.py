@@ -43,7 +43,7 @@ XORL = "xorl"
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure, apart from the configuration.
+    """The measurements to take.
 
     xorl and the peers run in turn, `rounds` times each. The first `warmup` steps of a round are not measured, and the
     first of several rounds does not count if packed rows differ in length (report.py). profile: record one more step in

@@ -51,7 +51,7 @@ class ModelExport:
 
     @property
     def readers(self) -> str:
-        """What opens the folder."""
+        """The program that opens the folder."""
         return f"transformers' {auto_class(self.architecture.spec)}.from_pretrained"
 
     def write(self, folder: Path) -> None:

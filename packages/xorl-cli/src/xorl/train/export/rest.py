@@ -25,7 +25,7 @@ from xorl.train.architecture import Architecture
 
 @dataclass(frozen=True)
 class Rest:
-    """What an export takes from the folder of the weights that training started from.
+    """The tensors that an export takes from the folder of the weights that training started from.
 
     Attributes:
         architecture: the name of the model's class, for messages.

@@ -58,7 +58,7 @@ def key_values(metrics: Mapping[str, float | int | None]) -> str:
 
 
 class _Scalars(NamedTuple):
-    """What the device has computed of a step, or of a member's part of it."""
+    """The results of a step on the device, or of a member's part of it."""
 
     loss_sum: float
     num_terms: float

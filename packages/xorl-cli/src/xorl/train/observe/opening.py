@@ -222,7 +222,7 @@ def _pipeline(startup: Startup) -> str:
 
 
 def _recomputed(train: TrainConfig) -> str:
-    """What gradient checkpointing recomputes, in words."""
+    """The recomputed parts of a layer, in words."""
     if not train.enable_gradient_checkpointing:
         return "nothing recomputed"
     if train.recompute_policy == "operation":

@@ -38,7 +38,7 @@ SAME_ON_ALL_RANKS = (
 
 
 def progress_sink(log_format: LogFormat, num_steps: int, start_step: int) -> Sink:
-    """What shows the metrics on standard error: a progress bar on a terminal, lines elsewhere."""
+    """Shows the metrics on standard error: a progress bar on a terminal, lines elsewhere."""
     if log_format == "structured":
         return StructuredLines()
     return ProgressBar(num_steps, start_step) if sys.stderr.isatty() else ProgressLines(num_steps, start_step)

@@ -129,7 +129,7 @@ def representatives(layers: Sequence[LayerConfig]) -> list[int]:
 
 
 def _place(index: int, layers: Sequence[LayerConfig], chosen: Sequence[int]) -> int:
-    """Which of the chosen layers stands for layer `index`."""
+    """The index in `chosen` of the layer that stands for layer `index`."""
     if index in chosen:
         return chosen.index(index)
     return next(place for place, each in enumerate(chosen) if place and layers[each] == layers[index])
@@ -140,7 +140,7 @@ def _in_order(profile: PassProfile) -> list[Phase]:
 
 
 def _offloaded(cost: Cost) -> Cost:
-    """What a layer keeps goes to the host, and comes back."""
+    """The cost of a layer whose activations are kept on the host."""
     return replace(cost, memory=replace(cost.memory, kept=0.0))
 
 

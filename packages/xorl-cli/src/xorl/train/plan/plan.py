@@ -66,7 +66,7 @@ class Row:
 
     @property
     def limit(self) -> tuple[str, float]:
-        """What limits the layout, and its share: of the memory, or of a step."""
+        """The bottleneck of the layout, and its share of the memory or of a step."""
         if not self.estimate.fits:
             part = max(self.estimate.memory, key=lambda name: self.estimate.memory[name])
             return part, self.estimate.memory[part] / self.estimate.peak

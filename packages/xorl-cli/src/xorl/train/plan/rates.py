@@ -99,7 +99,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured on one kind of GPU.
+    """Measurements of one kind of GPU.
 
     device: its name. memory_gib: of the device, as torch sees it. records: where the numbers come from.
     products: TFLOP/s by dtype ("bf16", "fp8", "fp32"), then by M, N and K, each at the same `sizes`.

@@ -20,7 +20,7 @@ Object = Mapping[str, JSON]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run, or a member of a sweep, has written so far. Records are in the order of their steps.
+    """The records that a run, or a member of a sweep, has written so far, in the order of their steps.
 
     Attributes:
         name: short, and different from those of the other runs on the page.

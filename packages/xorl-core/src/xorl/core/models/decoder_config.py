@@ -199,7 +199,7 @@ class DecoderConfig:
         return tuple(attention.window for attention in self.attentions)
 
     def attention_requests(self, device_type: str, dtype: torch.dtype) -> dict[int, AttentionRequest]:
-        """What each layer with attention requires of a backend, by its number, if it computes in `dtype`."""
+        """The request of each layer with attention for a backend, by its number, if it computes in `dtype`."""
         return {
             index: AttentionRequest(
                 device_type,
@@ -214,7 +214,7 @@ class DecoderConfig:
         }
 
     def recurrence_requests(self, device_type: str, dtype: torch.dtype) -> list[RecurrenceRequest]:
-        """What the layers with recurrences require of a backend, if they compute in `dtype`; each request once."""
+        """The requests of layers with recurrences for a backend, if they compute in `dtype`; each request once."""
         return list(dict.fromkeys(_request_of(each, device_type, dtype) for each in self.recurrences))
 
     @property

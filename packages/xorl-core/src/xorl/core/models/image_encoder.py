@@ -185,7 +185,7 @@ class EncoderAttention(nn.Module):
 
 
 class ClassToken(nn.Module):
-    """What precedes the patches of an image, [1, D]."""
+    """The class token before the patches of an image, [1, D]."""
 
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"class_embedding": "embedding"})
 

@@ -98,7 +98,7 @@ class AllGather:
 
 
 class GatherPlan(NamedTuple):
-    """What is gathered in one layer.
+    """The choices and sizes of one layer's gather.
 
     ids: [T, K]; E for padding.
     num_missing: M - T.

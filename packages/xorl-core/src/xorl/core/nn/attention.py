@@ -131,7 +131,7 @@ class AttentionConfig:
 
     @property
     def spec(self) -> AttentionSpec:
-        """What the kernels compute."""
+        """The computation that kernels are asked for."""
         return AttentionSpec(self.scale, self.window, self.softcap)
 
     @property

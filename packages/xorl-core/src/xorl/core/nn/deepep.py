@@ -91,7 +91,7 @@ class DeepEP:
 
 
 class _Plan:
-    """What is sent in one layer. `handle` says how it was sent: the other three exchanges of the layer repeat it."""
+    """The exchange of one layer. `handle` says how it was sent: the other three exchanges of the layer repeat it."""
 
     def __init__(self, ids: Tensor, num_local: int, layout: dict[str, Tensor | None]) -> None:
         self.ids, self.num_local, self.layout = ids, num_local, layout

@@ -22,7 +22,7 @@ from xorl.kernels.torch_private import all_to_all
 
 
 class Received(NamedTuple):
-    """What the experts of a rank compute.
+    """The tokens and choices that the experts of a rank compute.
 
     x: [R, D].
     weights: [R, K], of all experts of a token.
@@ -80,7 +80,7 @@ class Dispatcher(Protocol[PlanT]):
 
 
 class _Plan:
-    """Who sends how much in one layer.
+    """The sizes of one layer's exchange.
 
     Attributes:
         ids: [T, K].

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Rest(NamedTuple):
-    """Who holds the rest of a parameter, besides the ranks over which it is sharded.
+    """The holders of the rest of a parameter, besides the ranks over which it is sharded.
 
     groups: the process groups whose ranks hold other rows. counted: the rows of this rank that count here, since other
     ranks hold the others, too; None: all.

@@ -127,7 +127,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Run:
+class MatrixRange:
     """Adjacent matrices of the same shape, which one call updates; `matrix` covers the rows of all of them."""
 
     matrix: Matrix
@@ -258,9 +258,9 @@ def _split_into_batches(matrices: Sequence[Matrix], batch_elements: int) -> list
     return batches
 
 
-def _joined(matrices: Sequence[Matrix]) -> list[Run]:
+def _joined(matrices: Sequence[Matrix]) -> list[MatrixRange]:
     """The matrices in order, as runs that are as long as possible."""
-    runs: list[Run] = []
+    runs: list[MatrixRange] = []
     for matrix in matrices:
         last = runs[-1] if runs else None
         if last is not None and (last.matrix.parameter, last.matrix.stop, last.shape) == (
@@ -268,9 +268,9 @@ def _joined(matrices: Sequence[Matrix]) -> list[Run]:
             matrix.start,
             matrix.shape,
         ):
-            runs[-1] = Run(replace(last.matrix, stop=matrix.stop), last.shape)
+            runs[-1] = MatrixRange(replace(last.matrix, stop=matrix.stop), last.shape)
         else:
-            runs.append(Run(matrix, matrix.shape))
+            runs.append(MatrixRange(matrix, matrix.shape))
     return runs
 
 
@@ -309,7 +309,7 @@ class Exchange:
         self._batch_collected = [sum(matrix.size_from(shard) for matrix in self._batch) for shard in shards]
         self._batch_returned = [sum(matrix.size_on(shard) for matrix in self._batch) for shard in shards]
 
-    def size_of(self, run: Run) -> int:
+    def size_of(self, run: MatrixRange) -> int:
         """The number of elements that this rank holds of a run."""
         return run.matrix.size_on(self._grid.shard)
 

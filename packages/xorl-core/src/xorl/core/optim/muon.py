@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from xorl.core.nn.share import Share
 from xorl.core.optim.adamw import AdamW, StepControls, count_steps_, step_controls
 from xorl.core.optim.decay import LocalRows
-from xorl.core.optim.matrices import Exchange, Grid, Matrix, Run, logical_matrices, plan_rounds
+from xorl.core.optim.matrices import Exchange, Grid, Matrix, MatrixRange, logical_matrices, plan_rounds
 from xorl.core.optim.newton_schulz import orthogonalise
 from xorl.core.shards import is_dtensor, local
 from xorl.kernels.arguments import check_choice, check_number, check_type
@@ -131,8 +131,8 @@ class Muon(AdamW):
         for stack in stacks:
             mesh = stack.parameter.device_mesh if is_dtensor(stack.parameter) else None
             by_grid.setdefault((mesh, stack.is_divided, stack.is_of_rank), []).append(stack)
-        for alike in by_grid.values():
-            self._step_matrices(alike)
+        for same_grid in by_grid.values():
+            self._step_matrices(same_grid)
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         if "matrices" not in group:
@@ -197,7 +197,7 @@ class Muon(AdamW):
                 noise=noise,
             )
 
-    def _descend_(self, stack: _MatrixStack, run: Run, grid: Grid, update: Tensor, skip: Tensor) -> None:
+    def _descend_(self, stack: _MatrixStack, run: MatrixRange, grid: Grid, update: Tensor, skip: Tensor) -> None:
         start, stop = run.matrix.rows_of(grid.shard)
         lr = stack.group["lr"]
         update = update.view(stop - start, run.matrix.division.columns_of(grid.shard))

@@ -101,7 +101,7 @@ def decided(
 
 
 def choices() -> dict[str, Transport]:
-    """What "auto" has chosen for groups of this rank, by their global ranks, such as "0,1,2,3"; for `keep_choices`."""
+    """The choices of "auto" for groups of this rank, by their global ranks, such as "0,1,2,3"; for `keep_choices`."""
     return {",".join(map(str, ranks)): chosen for ranks, chosen in _chosen.items()}
 
 

@@ -24,7 +24,7 @@ class Passes(Protocol):
         ...
 
     def forward(self, index: int, chunk: int, received: Tensors) -> Tensors:
-        """What the next chunk receives; of the last chunk, the loss."""
+        """The tensors for the next chunk; of the last chunk, the loss."""
         ...
 
     def backward(self, index: int, chunk: int, outputs: Tensors, gradients: Tensors | None) -> None:

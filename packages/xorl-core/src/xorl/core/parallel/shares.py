@@ -21,7 +21,7 @@ from xorl.core.shards import Box, local
 
 
 class Shares(Mapping[str, Share]):
-    """What this rank's modules hold of the parameters of `model` that they do not hold as a whole, by name.
+    """The shares that this rank's modules hold of parameters of `model` that they do not hold as a whole, by name.
 
     FSDP2 shards the rows of a share further; what it calls the whole tensor is the share.
     """

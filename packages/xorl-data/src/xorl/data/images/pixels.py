@@ -39,7 +39,7 @@ _TEST_SIDE = 48
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """What a file says before it is decoded. size: in pixels, upright."""
+    """The header of an image file. size: in pixels, upright."""
 
     size: Size
     is_rotated: bool

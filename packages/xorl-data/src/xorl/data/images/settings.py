@@ -87,7 +87,7 @@ class ImageSettings:
         return self.patch_size * self.merge_size
 
     def fingerprint(self) -> dict[str, JSON]:
-        """What determines sizes, tokens and sources, as a part of the key of prepared data."""
+        """The settings that determine sizes, tokens and sources, as a part of the key of prepared data."""
         return {
             "placeholder": self.placeholder,
             "sizes": [self.patch_size, self.merge_size, self.min_pixels, self.max_pixels],

@@ -46,7 +46,7 @@ class AttentionFn(Protocol):
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What a model requires of an attention backend, as far as is known when the model is built.
+    """The requirements of a model for an attention backend, as far as is known when the model is built.
 
     Attributes:
         device_type: "cpu", "cuda", ...

@@ -1,4 +1,4 @@
-"""What attention kernels are given and return.
+"""The inputs and results of attention kernels.
 
 Shapes: T tokens, S tokens with keys, N documents, H query heads, G key/value heads, C channels of a head.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class AttentionSpec(NamedTuple):
-    """What attention computes from queries, keys and values.
+    """The computation of attention from queries, keys and values.
 
     Attributes:
         scale: multiplies the scores.

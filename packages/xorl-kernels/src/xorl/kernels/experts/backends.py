@@ -48,7 +48,7 @@ class ExpertsFn(Protocol):
 
 @dataclass(frozen=True)
 class ExpertsRequest:
-    """What the experts of a model need.
+    """The requirements of a model's experts.
 
     Attributes:
         device_type: "cpu", "cuda", ...

@@ -1,4 +1,4 @@
-"""What experts compute between their matrices, and their biases.
+"""Activations of experts between their matrices, and their biases.
 
 Shapes: T tokens, K experts per token, D model width, F width of an expert, E experts.
 """

@@ -1,4 +1,4 @@
-"""What a layer of experts computes between its products, in plain torch; `rows_triton` has the same functions.
+"""Computations of a layer of experts between its products, in plain torch; `rows_triton` has the same functions.
 
 Everything is computed in fp32 (fp64 for fp64) and rounded once.
 

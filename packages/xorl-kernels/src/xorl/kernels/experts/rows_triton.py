@@ -1,4 +1,4 @@
-"""What a layer of experts computes between its products, one kernel each. Plain twins: the functions of `rows`.
+"""Computations of a layer of experts between its products, one kernel each. Plain twins: the functions of `rows`.
 
 Shapes: T tokens, K experts per token, M rows (T * K, or fewer), D model width, F width of an expert, E experts.
 """

@@ -70,7 +70,7 @@ PLAIN_RECURRENCE = RecurrenceFns()
 
 @dataclass(frozen=True)
 class RecurrenceRequest:
-    """What the recurrent layers of a model need.
+    """The requirements of a model's recurrent layers.
 
     Attributes:
         device_type: "cpu", "cuda", ...
