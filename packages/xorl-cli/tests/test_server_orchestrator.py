@@ -54,6 +54,10 @@ async def test_a_number_that_was_rejected_is_passed_over_and_one_that_never_come
         await client.answer(Tombstone(MODEL, 1))
         assert (await client.result(waiting)).metrics["loss:sum"] == 5
         behind = [await client.send(forward_backward(7), 4), await client.send(step(), 5)]
+        shown = (await client.answer(GetStatus())).waiting
+        assert [(call.request_id, call.reason) for call in shown] == [
+            (behind[0], "request 3 of this model has not arrived")
+        ]
         failures = [await client.result(request) for request in behind]
         assert all(isinstance(f, ops.Failure) and "request 3" in f.message for f in failures)
         assert (await client.do(step(), 6)).metrics["weights"] == folded(1, 5)

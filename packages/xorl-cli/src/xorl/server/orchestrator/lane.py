@@ -42,6 +42,11 @@ class SequenceGap:
     seq: int
     waiting: tuple[Ticket, ...]
 
+    @property
+    def reason(self) -> str:
+        """Why the requests wait."""
+        return f"request {self.seq} of this model has not arrived"
+
 
 class Lane:
     """The requests of one model. At most one runs at a time; numbered requests run once each, in order.

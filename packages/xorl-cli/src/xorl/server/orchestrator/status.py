@@ -84,12 +84,15 @@ def _running_calls(state: State) -> list[RunningCall]:
 
 
 def _waiting_calls(state: State) -> list[WaitingCall]:
+    """The requests that were put off, and the first of each model's that wait for a missing number."""
+    reasons = {one.ticket.request_id: one.waits_for for one in state.open.values() if one.waits_for is not None}
+    reasons |= {gap.waiting[0].request_id: gap.reason for gap in state.scheduler.gaps().values()}
     found: list[WaitingCall] = []
     for request_id, request in state.open.items():
-        if request.waits_for is not None:
+        if request_id in reasons:
             model = state.model_of(request.ticket)
             model_id = None if model is None else model.model_id
-            found.append(WaitingCall(request_id, request.kind, model_id, request.waits_for))
+            found.append(WaitingCall(request_id, request.kind, model_id, reasons[request_id]))
     return found
 
 

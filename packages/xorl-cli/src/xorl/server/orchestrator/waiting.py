@@ -102,5 +102,4 @@ def _pending(state: State, request: OpenRequest) -> Pending:
     if request.waits_for is not None:
         return Pending(ticket.request_id, "paused_capacity", None, request.waits_for)
     gap = None if request.is_running or ticket.lane is None else state.scheduler.gap(ticket.lane)
-    reason = None if gap is None else f"request {gap.seq} of this model has not arrived"
-    return Pending(ticket.request_id, "active", position, reason)
+    return Pending(ticket.request_id, "active", position, None if gap is None else gap.reason)
