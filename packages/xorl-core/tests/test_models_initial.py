@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from xorl.core.models.initial import fill_log_uniform_, fill_normal_, key_of, normal
+from xorl.core.models.initial import fill_drawn_, fill_normal_, key_of, normal
+from xorl.core.nn.roles import LogUniform
 
 CPU = torch.device("cpu")
 
@@ -38,9 +39,9 @@ def test_a_part_of_another_dtype_is_the_rounded_whole_and_an_empty_one_is_left_a
 def test_logarithms_of_uniform_values_fill_their_range_evenly() -> None:
     # Catches bounds that are swapped, exceeded or never reached, and a part that depends on where it begins.
     full = torch.empty(10_001)
-    fill_log_uniform_(full, 0.01, 16.0, key=7, shape=full.shape, offset=(0,))
+    fill_drawn_(full, LogUniform(0.01, 16.0), key=7, shape=full.shape, offset=(0,))
     part = torch.empty(11)
-    fill_log_uniform_(part, 0.01, 16.0, key=7, shape=full.shape, offset=(900,))
+    fill_drawn_(part, LogUniform(0.01, 16.0), key=7, shape=full.shape, offset=(900,))
     assert torch.equal(part, full[900:911])
     values = full.exp()
     assert 0.01 <= values.min() < 0.03

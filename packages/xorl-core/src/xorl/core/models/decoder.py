@@ -16,7 +16,7 @@ from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
 from xorl.core.models.decoder_layer import DecoderLayer
 from xorl.core.models.image_config import ImageInput
 from xorl.core.models.image_encoder import ImageEncoder, PlacedFeatures
-from xorl.core.models.initial import fill_log_uniform_, fill_normal_, fill_softplus_log_uniform_, key_of
+from xorl.core.models.initial import fill_drawn_, fill_normal_, key_of
 from xorl.core.models.recipes import ENCODER, LogicalModule, RowTarget
 from xorl.core.models.router_losses import RouterLosses, RouterLossOptions, RouterSums, check_recorded
 from xorl.core.models.stacks import ExpertStack
@@ -29,7 +29,6 @@ from xorl.core.nn.norms import make_norm
 from xorl.core.nn.roles import (
     DeclaresRoles,
     InitialValue,
-    LogUniform,
     Role,
     StacksMatrices,
     StatesInitialValues,
@@ -336,8 +335,7 @@ class Decoder(nn.Module):
                 if value is None:
                     fill_normal_(part, std=self._std(name), offset=box.offset, **place)
                 else:
-                    fill = fill_log_uniform_ if isinstance(value, LogUniform) else fill_softplus_log_uniform_
-                    fill(part, value.low, value.high, offset=box.offset, **place)
+                    fill_drawn_(part, value, offset=box.offset, **place)
 
     @torch.no_grad()
     def correct_routers(self, sums: RouterSums, *, skipped: Tensor) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from xorl.core.nn.roles import Drawn, LogUniform
+
 # SplitMix64 (Steele, Lea and Flood, 2014, doi:10.1145/2714064.2660195), its unsigned constants as int64.
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
@@ -71,41 +73,25 @@ def fill_uniform_(
 
 
 @torch.no_grad()
-def fill_log_uniform_(
+def fill_drawn_(
     part: Tensor,
-    low: float,
-    high: float,
+    values: Drawn,
     *,
     key: int,
     shape: Sequence[int],
     offset: Sequence[int],
     device: torch.device | None = None,
 ) -> None:
-    """Like `fill_normal_`, with logarithms of independent uniform values between low and high."""
+    """Like `fill_normal_`, with independent values of another distribution."""
 
-    def draw(start: int, stop: int, device: torch.device) -> Tensor:
-        return _between(low, high, key, start, stop, device).log_()
+    def log_uniform(start: int, stop: int, device: torch.device) -> Tensor:
+        return _between(values.low, values.high, key, start, stop, device).log_()
 
-    _fill_(part, draw, shape=shape, offset=offset, device=device)
-
-
-@torch.no_grad()
-def fill_softplus_log_uniform_(
-    part: Tensor,
-    low: float,
-    high: float,
-    *,
-    key: int,
-    shape: Sequence[int],
-    offset: Sequence[int],
-    device: torch.device | None = None,
-) -> None:
-    """Like `fill_normal_`, with values whose softplus has a uniform logarithm, between those of low and high."""
-
-    def draw(start: int, stop: int, device: torch.device) -> Tensor:
-        softplus = _between(math.log(low), math.log(high), key, start, stop, device).exp_()
+    def softplus_log_uniform(start: int, stop: int, device: torch.device) -> Tensor:
+        softplus = _between(math.log(values.low), math.log(values.high), key, start, stop, device).exp_()
         return softplus + (-(-softplus).expm1()).log()
 
+    draw = log_uniform if isinstance(values, LogUniform) else softplus_log_uniform
     _fill_(part, draw, shape=shape, offset=offset, device=device)
 
 
