@@ -12,7 +12,7 @@ from xorl.server import operations as ops
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Rejected
 from xorl.server.orchestrator.operation_properties import EVICTION
-from xorl.server.queries import ListCheckpoints
+from xorl.server.queries import CreateSamplingSession, ListCheckpoints
 
 FIRST, SECOND, THIRD = (f"{SESSION}:sample:{number}" for number in range(3))
 
@@ -95,3 +95,15 @@ async def test_weights_without_a_name_are_hidden_and_their_names_reserved(chosen
         file.unlink()
     async with running(chosen):
         assert names(chosen) == set()
+
+
+@in_a_loop
+async def test_exports_are_neither_loaded_nor_sampled_from(chosen):
+    """Catches a sampling session of an export, whose every sample fails since it "does not exist"."""
+    async with serving(chosen) as (client, _):
+        await client.create()
+        export = (await client.do(ops.SaveFullWeights(MODEL, "out"), 1)).checkpoint
+        refused = await client.answer(CreateSamplingSession(None, SESSION, None, export))
+        assert_refused(refused, 400, "is an export for other tools: use a checkpoint of weights or sampler_weights")
+        assert_refused(await client.do(sampling(ops.CheckpointSampler(export))), 400, "is an export")
+        assert_refused(await client.do(ops.LoadWeights(MODEL, export, optimizer=False), 2), 400, "is an export")

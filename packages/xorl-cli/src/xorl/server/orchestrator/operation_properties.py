@@ -114,5 +114,12 @@ def estimated_size(operation: Operation, checkpoint: CheckpointRef, *, is_adapte
     return checkpoint.kind, 2 if operation.dtype == "float32" else 1
 
 
+def export_refusal(checkpoint: CheckpointRef) -> str | None:
+    """Why a checkpoint cannot be loaded or sampled from, if it is an export."""
+    if checkpoint.kind != "external_weights":
+        return None
+    return f"{checkpoint.uri('xorl')} is an export for other tools: use a checkpoint of weights or sampler_weights"
+
+
 def _digest(parts: object) -> str:
     return hashlib.blake2b(_encoder.encode(parts), digest_size=12).hexdigest()

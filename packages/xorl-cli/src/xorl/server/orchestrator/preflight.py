@@ -29,7 +29,7 @@ from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.base_use import BaseInUse, is_client_silent
 from xorl.server.orchestrator.eviction import Eviction
 from xorl.server.orchestrator.lane import Ticket
-from xorl.server.orchestrator.operation_properties import SYNC_AFTER_STEP, estimated_size, saved_as
+from xorl.server.orchestrator.operation_properties import SYNC_AFTER_STEP, estimated_size, export_refusal, saved_as
 from xorl.server.orchestrator.recovery import RecoveryError, restore
 from xorl.server.orchestrator.registry import ModelRecord, checkpoint_key, stored
 from xorl.server.orchestrator.state import OpenRequest, State
@@ -231,8 +231,11 @@ class Preflight:
             await self._state.journal.put([stored(model)])
 
     def _require_checkpoint(self, checkpoint: CheckpointRef) -> None:
-        """Raise CannotRun if a checkpoint does not exist, even if the workers still have a copy of it in memory."""
+        """Raise CannotRun if a checkpoint is an export or does not exist, even if the workers have a copy in memory."""
         state = self._state
+        refusal = export_refusal(checkpoint)
+        if refusal is not None:
+            raise CannotRun(Failure("user", 400, refusal))
         is_known = checkpoint_key(checkpoint) in state.registry.checkpoints
         if not is_known and not checkpoint_folder(state.options.folder, checkpoint).is_dir():
             raise CannotRun(Failure("user", 404, f"there is no checkpoint {checkpoint.uri('xorl')}"))

@@ -8,6 +8,7 @@ import time
 from xorl.server.identifiers import sampling_session_id_of
 from xorl.server.messages import Ok, Rejected
 from xorl.server.operations import LoraSpec
+from xorl.server.orchestrator.operation_properties import export_refusal
 from xorl.server.orchestrator.registry import (
     SamplerRecord,
     SessionRecord,
@@ -151,6 +152,9 @@ async def create_sampling_session(state: State, query: CreateSamplingSession) ->
         return Rejected(400, f"base_model: this service samples from {options.model_name}, got {query.base_model!r}")
     if query.checkpoint is not None and state.find_checkpoint(query.checkpoint) is None:
         return Rejected(404, f"there is no checkpoint {query.checkpoint.uri('xorl')}")
+    refusal = None if query.checkpoint is None else export_refusal(query.checkpoint)
+    if refusal is not None:
+        return Rejected(400, refusal)
     record = registry.samplers.get(sampling_session_id)
     if record is None:
         name = None if query.checkpoint is None else query.checkpoint.name

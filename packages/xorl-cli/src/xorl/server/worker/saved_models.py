@@ -250,7 +250,7 @@ def _check_same(model: Mapping[str, JSON], saved: Mapping[str, JSON]) -> None:
         mine, other = (cast("Mapping[str, JSON]", lora["spec"]) for lora in (ours, theirs))
         differing = [key for key in mine if _plain(mine[key]) != _plain(other.get(key))]
         if differing:
-            reasons = ", ".join(f"{key} {other.get(key)} (the model: {mine[key]})" for key in differing)
+            reasons = ", ".join(f"{key} {other.get(key)} (the model: {_plain(mine[key])})" for key in differing)
             raise ValueError(
                 f"the checkpoint's adapter differs from the model's: {reasons}. Create a new model from the checkpoint"
             )
