@@ -58,7 +58,8 @@ def test_verify_names_the_damaged_file_and_what_is_intact(run_folder: Path) -> N
 
 
 def test_prune_deletes_only_when_told_to(run_folder: Path) -> None:
-    # Catches a best or newest checkpoint that is deleted, and a list that is not what is deleted.
+    # Catches a best or newest checkpoint that is deleted, a list that is not what is deleted, and a command that says
+    # nothing if there is nothing to delete.
     before = sorted(run_folder.rglob("*"))
     options = [run_folder, "--keep-last", "1", "--keep-best", "1", "--set-aside"]
     code, listed = ckpt("prune", *options)
@@ -69,3 +70,4 @@ def test_prune_deletes_only_when_told_to(run_folder: Path) -> None:
     assert deleted == listed.replace("would delete", "deleted")
     names = sorted(path.name for path in (run_folder / "checkpoints").iterdir())
     assert names == ["global_step_2", "global_step_4", "latest"]
+    assert ckpt("prune", *options) == (0, "nothing to delete: these options keep all 2 checkpoints\n")

@@ -39,7 +39,8 @@ def test_a_near_duplicate_is_found_by_its_shingles_and_others_are_not():
 
 
 def test_the_page_holds_everything_and_needs_nothing_else(tmp_path, options):
-    """Catches a page that loads something from elsewhere, tags left open, and names that become markup."""
+    """Catches a page that loads something from elsewhere, tags left open, names that become markup, and a label beyond
+    the longest document."""
     path = write_jsonl(tmp_path / "<b>rows.jsonl", make_rows(30))
     documents = prepare([DatasetEntry(str(path))], options)
     bins = pack(documents.lengths, bin_len=64)
@@ -54,7 +55,10 @@ def test_the_page_holds_everything_and_needs_nothing_else(tmp_path, options):
     assert tags.seen.count("svg") == 3
     assert not {"script", "link", "img", "b"} & set(tags.seen)
     assert "http" not in page
-    assert any("30 in, 30 kept" in line for line in text_report(statistics, receipt, fill))
+    lines = text_report(statistics, receipt, fill)
+    assert any("30 in, 30 kept" in line for line in lines)
+    label, *_ = lines[lines.index("  fraction of a document's tokens that is trained") - 1].split()
+    assert label.split("-")[-1] == str(documents.lengths.max())
 
 
 class _Tags(HTMLParser):

@@ -163,10 +163,13 @@ def _prune(path: Path, keep: tuple[int, int | None, int | None], *, set_aside: b
         kept = retention.kept([step for folder in found.complete if (step := step_of(folder)) is not None])
         latest = latest_checkpoint(found.root)
         old = [folder for folder in found.complete if step_of(folder) not in kept and folder != latest]
-        for folder in [*old, *(found.set_aside if set_aside else ())]:
+        pruned = [*old, *(found.set_aside if set_aside else ())]
+        for folder in pruned:
             if delete:
                 remove(folder)
             print(f"{'deleted' if delete else 'would delete'}  {folder}", flush=True)
+        if not pruned:
+            print(f"nothing to delete: these options keep all {len(found.complete)} checkpoints", file=sys.stderr)
         if delete:
             remove_leftovers(found.root)
             _remove_empty(found)

@@ -102,7 +102,7 @@ def _torch() -> Iterator[Finding]:
             "Install a build of torch for the driver that nvidia-smi shows, or a newer driver.",
         )
     else:
-        yield Finding("torch", "ok", f"{built}; there is no GPU, so runs take the CPU")
+        yield Finding("torch", "ok", f"{built}; there is no GPU, so runs use the CPU")
     if (missing := runtime.missing_compiler("cuda" if torch.cuda.is_available() else "cpu")) is not None:
         yield Finding("compiler", "warn", missing, "Install it, or set train.enable_compile: false.")
 

@@ -15,6 +15,8 @@ _STYLE = (
     "@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}rect{fill:#7aa7d8}text{fill:#aaa}}"
 )
 _WIDTH, _HEIGHT = 640, 140
+# The format of lengths, which are whole numbers.
+LENGTH = "{:.0f}"
 
 
 def text_report(statistics: Sequence[DatasetStatistics], receipt: Receipt, fill: Histogram) -> list[str]:
@@ -22,7 +24,7 @@ def text_report(statistics: Sequence[DatasetStatistics], receipt: Receipt, fill:
     lines: list[str] = []
     for dataset in statistics:
         lines += [f"dataset  {dataset.name}", *(f"  {name:<22} {value}" for name, value in _rows(dataset))]
-        lines += ["  length in tokens", *_bars(dataset.lengths, "{:.0f}")]
+        lines += ["  length in tokens", *_bars(dataset.lengths, LENGTH)]
         lines += ["  fraction of a document's tokens that is trained", *_bars(dataset.trained_fraction, "{:.0%}")]
     if receipt.num_bins is not None:
         lines.append(f"bins     {receipt.num_bins}, {receipt.fill:.2%} full")
@@ -38,7 +40,7 @@ def html_report(title: str, statistics: Sequence[DatasetStatistics], receipt: Re
         body += [
             f"<h2>{html.escape(dataset.name)}</h2><table>{rows}</table>",
             "<h3>Length in tokens</h3>",
-            _plot(dataset.lengths, "{:.0f}", "documents by length in tokens"),
+            _plot(dataset.lengths, LENGTH, "documents by length in tokens"),
             "<h3>Fraction of a document's tokens that is trained</h3>",
             _plot(dataset.trained_fraction, "{:.0%}", "documents by trained fraction"),
         ]
@@ -91,11 +93,19 @@ def _fraction(value: float | None, looked: str) -> str:
 def _bars(histogram: Histogram, fmt: str) -> list[str]:
     max_count = max(histogram.counts, default=0)
     lines = []
-    for low, high, count in zip(histogram.edges, histogram.edges[1:], histogram.counts, strict=False):
+    for index, count in enumerate(histogram.counts):
         if count:
-            label = f"{fmt.format(low)}-{fmt.format(high)}"
+            label = _range(histogram, index, fmt, "-")
             lines.append(f"    {label:>15} {'#' * max(1, round(40 * count / max_count))} {count:,}")
     return lines
+
+
+def _range(histogram: Histogram, index: int, fmt: str, between: str) -> str:
+    """The values of a count: from its edge to the next one, which whole numbers do not reach."""
+    low, high = histogram.edges[index : index + 2]
+    if fmt == LENGTH:
+        high -= 1
+    return fmt.format(low) if low == high else f"{fmt.format(low)}{between}{fmt.format(high)}"
 
 
 def _plot(histogram: Histogram, fmt: str, label: str) -> str:
@@ -104,10 +114,9 @@ def _plot(histogram: Histogram, fmt: str, label: str) -> str:
     bars = []
     for index, count in enumerate(counts):
         height = _HEIGHT * count / max_count
-        low, high = fmt.format(histogram.edges[index]), fmt.format(histogram.edges[index + 1])
         bars.append(
             f'<rect x="{index * step:.1f}" y="{_HEIGHT - height:.1f}" width="{max(1, step - 1):.1f}" '
-            f'height="{height:.1f}"><title>{low} to {high}: {count:,}</title></rect>'
+            f'height="{height:.1f}"><title>{_range(histogram, index, fmt, " to ")}: {count:,}</title></rect>'
         )
     marks = [
         f'<text x="{index * step:.1f}" y="{_HEIGHT + 14}">{fmt.format(histogram.edges[index])}</text>'

@@ -195,6 +195,7 @@ def to_markdown(record: BenchRecord) -> str:
     documents = "streamed" if length is None else f"documents of {length:,.0f} tokens on average"
     known = [f"{name} {value}" for name, value in record.environment.items() if value is not None and name != "gpus"]
     spreads = {system: record.spreads(system) for system in record.systems}
+    ranks = f"{work.num_ranks} rank{'' if work.num_ranks == 1 else 's'}"
     parts = [part for part in PARTS if any(part in found for found in spreads.values())]
     lines = [
         f"## {record.name}, {datetime.now(UTC).date().isoformat()}",
@@ -202,7 +203,7 @@ def to_markdown(record: BenchRecord) -> str:
         f"    {record.command}",
         "",
         f"{record.environment['gpus'] or 'CPU'}; {', '.join(known)}.",
-        f"{work.architecture}, {work.num_parameters / 1e9:.3g} B parameters, {work.num_ranks} ranks, "
+        f"{work.architecture}, {work.num_parameters / 1e9:.3g} B parameters, {ranks}, "
         f"{work.tokens_per_step:,.0f} tokens a step in bins of {work.bin_len:,}, {documents}; "
         f"{_settings(record)}. Medians of {record.steps} steps after "
         f"{record.warmup} of warm-up, in {rounds}, quartiles in brackets.",
