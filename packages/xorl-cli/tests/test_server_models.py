@@ -19,6 +19,7 @@ from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import Ok, Rejected
 from xorl.server.orchestrator.operation_properties import EVICTION
 from xorl.server.orchestrator.registry import checkpoint_key
+from xorl.server.status_queries import GetStatus
 
 
 @in_a_loop
@@ -219,8 +220,9 @@ async def test_an_adapter_alone_is_not_expected_to_take_what_a_whole_model_does(
 
 
 @in_a_loop
-async def test_a_disk_that_takes_nothing_refuses_requests_and_keeps_results_until_it_does(tmp_path):
-    """Catches a request that is accepted and not kept, and a result that is dropped for want of room."""
+async def test_a_disk_that_takes_nothing_refuses_requests_and_keeps_results_until_it_does(tmp_path, monkeypatch):
+    """Catches a request that is accepted and not kept, a result that is dropped, and a refused number waited for."""
+    monkeypatch.setattr("xorl.server.orchestrator.housekeeping.UNSAVED_RETRY_S", 0.1)
     async with serving(options(tmp_path), delay_s=0.3) as (client, counting):
         await client.create()
         flying = await client.send(forward_backward(1), 1)
@@ -232,6 +234,12 @@ async def test_a_disk_that_takes_nothing_refuses_requests_and_keeps_results_unti
         assert (await client.result(flying)).metrics["loss:sum"] == 1
         assert (await client.do(step(), 2)).metrics["weights"] == folded(1, 1)
         assert counting.ran.count(flying) == 1
+        # A client that does not repeat the refused request, as tinker's, goes on with the next number.
+        await commit.write(lambda connection: connection.execute("PRAGMA max_page_count = 1"))
+        assert_refused(await client.ask(forward_backward(*range(20_000)), 3), 507)
+        assert "cannot be saved" in (await client.answer(GetStatus())).last_errors[0].message
+        await commit.write(lambda connection: connection.execute("PRAGMA max_page_count = 1000000"))
+        assert (await client.do(forward_backward(5), 4)).metrics["loss:sum"] == 5
 
 
 @in_a_loop

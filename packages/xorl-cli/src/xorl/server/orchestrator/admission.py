@@ -43,6 +43,7 @@ from xorl.server.orchestrator.service_queries import session_limit_refusal
 from xorl.server.orchestrator.state import State
 from xorl.server.orchestrator.unnamed import note_use
 from xorl.server.orchestrator.unreadable import UnreadableRequests
+from xorl.server.status_queries import ErrorSeen
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,14 @@ class Admission:
         except Refused as refused:
             return refused.rejected
         except JournalError as problem:
-            return Rejected(507, f"the request cannot be saved: {problem}; free space on the service's disk")
+            message = f"the request cannot be saved: {problem}; free space on the service's disk"
+            model_id = submit.operation.model_id if isinstance(submit.operation, ModelOperation) else None
+            self._state.counters.errors.append(
+                ErrorSeen(time.time(), model_id, type(submit.operation).__name__, message)
+            )
+            if model_id is not None and submit.seq_id is not None:
+                self._note_unsaved(model_id, submit.seq_id)
+            return Rejected(507, message)
 
     async def submit_internal(
         self, operation: ModelOperation, kind: str | None = None, *, request_id: str | None = None
@@ -111,11 +119,18 @@ class Admission:
         try:
             await state.journal.reject(model.lane, tombstone.seq_id)
         except JournalError as problem:
+            self._note_unsaved(tombstone.model_id, tombstone.seq_id)
             return Rejected(507, f"the refusal cannot be saved: {problem}; free space on the service's disk")
         if state.scheduler.has_lane(model.lane):
             state.scheduler.reject(model.lane, tombstone.seq_id)
             state.wake.set()
         return Ok()
+
+    def _note_unsaved(self, model_id: str, seq_id: int) -> None:
+        """Remember a number that was refused since the journal cannot be written, so it cannot be skipped there yet."""
+        model = self._state.registry.models.get(model_id)
+        if model is not None and model.exists:
+            self._state.unsaved[model.lane, seq_id] = time.monotonic()
 
     async def note_unreadable(self, unreadable: Unreadable) -> Ok | Rejected:
         """Record that the API refused a request whose model and number it could not read."""

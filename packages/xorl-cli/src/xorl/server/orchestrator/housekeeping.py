@@ -7,6 +7,7 @@ import logging
 import math
 import time
 
+from xorl.server.messages import Tombstone
 from xorl.server.operations import Failure, UnloadModel
 from xorl.server.orchestrator import deletion
 from xorl.server.orchestrator.admission import Admission
@@ -25,6 +26,8 @@ TICK_S = 1.0
 PRUNE_EVERY_S = 15.0
 # When to retry an eviction that failed, for example for lack of storage.
 RETRY_EVICTION_S = 60.0
+# xorl-client repeats a request that could not be saved after at most 30 s; tinker does not repeat it.
+UNSAVED_RETRY_S = 60.0
 SAMPLERS_KEPT_S = 24 * 3600.0
 # A session that is not used for this long counts as abandoned: few clients finish theirs.
 SESSIONS_KEPT_S = 30 * 24 * 3600.0
@@ -84,14 +87,26 @@ class Housekeeping:
         await state.fail(drained, Failure("server", 503, message), skips_numbers=True)
 
     async def _fail_behind_gaps(self) -> None:
-        """Fail the requests behind a number that did not arrive in time; running them would skip its changes."""
+        """Fail the requests behind a number that did not arrive in time; running them would skip its changes.
+
+        A number whose request was refused, but could not be marked as skipped in the journal, is skipped instead.
+        """
         state, gaps, now = self._state, self._state.scheduler.gaps(), time.monotonic()
         keys = [(lane, gap.seq) for lane, gap in gaps.items()]
         self._gaps = {key: self._gaps.get(key, now) for key in keys}
+        unsaved = state.unsaved
+        for key in [key for key, refused in unsaved.items() if now - refused >= state.options.gap_timeout_s]:
+            del unsaved[key]
         for (lane, seq), since in self._gaps.items():
             # While the requests of other lanes failed, the number may have arrived or the lane closed.
             gap = state.scheduler.gap(lane)
-            if now - since < state.options.gap_timeout_s or gap is None or gap.seq != seq:
+            if gap is None or gap.seq != seq:
+                continue
+            if now - unsaved.get((lane, seq), now) >= UNSAVED_RETRY_S:
+                logger.info("event=unsaved_skipped lane=%s seq=%d", lane, seq)
+                await self._admission.reject(Tombstone(lane.rpartition("#")[0], seq))
+                continue
+            if now - since < state.options.gap_timeout_s:
                 continue
             message = (
                 f"request {seq} of this model did not arrive within {state.options.gap_timeout_s:g} s, so the requests "

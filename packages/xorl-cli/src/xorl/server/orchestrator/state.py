@@ -142,6 +142,8 @@ class State:
         wake: set when there may be requests to start.
         retrieved: ids of results that were fetched since the journal last recorded them.
         storage_problem: why the journal cannot be written at the moment, for example a full disk; shown to pollers.
+        unsaved: by lane and number, when a request was last refused since the journal could not be written, as a time
+            of `time.monotonic`.
         progress: the training progress of each model.
         deleting: checkpoints that are being deleted; no request may start from them.
         reads: the checkpoints that the workers are reading.
@@ -161,6 +163,7 @@ class State:
     retrieved: set[str] = field(default_factory=set)
     started: float = field(default_factory=time.time)
     storage_problem: str | None = None
+    unsaved: dict[tuple[str, int], float] = field(default_factory=dict)
     deleting: set[CheckpointRef] = field(default_factory=set)
     progress: ProgressLog = field(default_factory=ProgressLog)
     reads: CheckpointReads = field(default_factory=CheckpointReads)
