@@ -11,6 +11,7 @@ def test_what_is_not_built_is_refused_by_name(client, orchestrator):
     for path, body, says in (
         ("api/v1/create_model", {"base_model": "b", "lora_config": {"dropout": 0.1}}, "dropout"),
         ("api/v1/create_model", {"base_model": "b", "lora_config": {"rank": 100000}}, "0 (full weights) to 65536, got"),
+        ("api/v1/create_model", {"base_model": "b", "lora_config": {"rank": 0}}, "a rank of 1 or more, or start a"),
         ("api/v1/create_model", {"base_model": "b", "optimizer_config": {"type": "dimuon"}}, "dimuon"),
         ("api/v1/asample", {**prompt, "prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k must be 0 to"),
         ("api/v1/asample", {**prompt, "prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n needs prompt_logprobs"),

@@ -54,7 +54,13 @@ async def create_model(request: Request) -> Response:
 
     def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         given = decode(body, CreateModelBody)
-        return _model_creation(given.operation(), given.session_id, given.model_seq_id)
+        operation = given.operation()
+        if info.enable_lora and operation.lora is not None and operation.lora.rank == 0:
+            raise ValueError(
+                "lora_config.rank is 0, for full weights, but this service trains adapters: send a rank of 1 or more, "
+                "or start a service with enable_lora: false"
+            )
+        return _model_creation(operation, given.session_id, given.model_seq_id)
 
     return await future_response(request, read)
 
