@@ -82,7 +82,7 @@ def verify_model(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figures
         num_keys = _check_keys(set(spec.checkpoint_view(config, source).names()), set(theirs))
     return {
         "transformers": transformers.__version__,
-        "keys, the same as transformers'": num_keys,
+        "tensors, named as in transformers": num_keys,
         **merged,
         **_compare(_logits_of(model, ids), expected, dtype),
     }
@@ -284,7 +284,7 @@ def _compare(found: Tensor, expected: Tensor, dtype: torch.dtype) -> Figures:
         )
     return {
         "tokens compared": expected.shape[0] * expected.shape[1],
-        "largest difference of logits from the trainer's": difference,
+        "largest difference from the trainer's logits": difference,
         "as a share of the largest logit": share,
         "same most likely token": f"{agreement:.1%}",
     }
