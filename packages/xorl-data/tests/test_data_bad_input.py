@@ -198,6 +198,8 @@ def test_tokens_of_weight_0_are_not_trained(prepare_rows):
     ):
         with pytest.raises(DataError, match=message):
             prepare_rows([{"input_ids": [1, 2, 3], "weights": weights}], columns=("input_ids", "weights"))
+    with pytest.raises(DataError, match=r'multiply the losses with columns=\["input_ids", "weights"\]'):
+        prepare_rows(rows)
 
 
 def test_per_token_columns_that_some_datasets_lack_are_refused(tmp_path, text_options):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -110,6 +111,10 @@ def test_columns_and_keys_that_are_not_used_are_named(unused_in, write_template,
     assert found == ["id", "messages[].name", "messages[].source"]
     found = unused_in(chat, type="chat", chat_template=template)
     assert found == ["id", "messages[].source"]
+    with_tools = write_as(kind, tmp_path, [{"messages": [USER, ASSISTANT], "tools": [{"name": "f"}]}] * 3)
+    assert unused_in(with_tools, type="chat", chat_template=template) == ["tools"]
+    template = write_template("{{ tools | length if tools }}" + Path(template).read_text())
+    assert unused_in(with_tools, type="chat", chat_template=template) == []
     prompt = {"prompt": "a", "completion": "b"}
     both = [{**prompt, "text": "c", "tag": None, **other}, {**prompt, "tag": "d"}]
     assert unused_in(both, file=kind, type="prompt_completion") == ["id", "tag", "text"]

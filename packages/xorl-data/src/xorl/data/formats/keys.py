@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 from xorl.data.formats.messages import KNOWN_KEYS, Conversation
 from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
@@ -21,9 +22,8 @@ class KeyTests:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """The keys that changed no text: `messages[].name`, `chat_template_kwargs.name`."""
-        keys = (f"messages[].{key}" for key in self._tests if key not in self._used)
-        return (*keys, *self._never_used)
+        """The keys that changed no text: `messages[].name`, `tools`, `chat_template_kwargs.name`."""
+        return (*(key for key in self._tests if key not in self._used), *self._never_used)
 
     def add(self, conversation: Conversation, text: str, template: ChatTemplate) -> None:
         """Tests the keys of a conversation that `template` renders as `text`."""
@@ -32,16 +32,24 @@ class KeyTests:
             if name not in template.variables:
                 self._never_used[f"chat_template_kwargs.{name}"] = None
         found = {key for message in conversation.messages if len(message) > 2 for key in message} - KNOWN_KEYS
-        for key in sorted(found - self._used):
-            num_tests = self._tests.get(key, 0)
-            if num_tests >= (_NUM_TESTS if key in template.mentioned else 1):
+        for key in sorted(found):
+            if self._is_tested(f"messages[].{key}", is_mentioned=key in template.mentioned):
                 continue
-            self._tests[key] = num_tests + 1
             without: list[Message] = [
                 {name: value for name, value in message.items() if name != key} for message in conversation.messages
             ]
-            is_used = True  # if the template rejects the conversation without it
-            with suppress(TemplateRefusal):
-                is_used = template.render(without, conversation.tools) != text
-            if is_used:
-                self._used.add(key)
+            self._test(f"messages[].{key}", replace(conversation, messages=without), text, template)
+        if conversation.tools and not self._is_tested("tools", is_mentioned=True):
+            self._test("tools", replace(conversation, tools=None), text, template)
+
+    def _is_tested(self, key: str, *, is_mentioned: bool) -> bool:
+        return key in self._used or self._tests.get(key, 0) >= (_NUM_TESTS if is_mentioned else 1)
+
+    def _test(self, key: str, without: Conversation, text: str, template: ChatTemplate) -> None:
+        """Whether a conversation without the key has another text than `text`, which it has with the key."""
+        self._tests[key] = self._tests.get(key, 0) + 1
+        is_used = True  # if the template rejects the conversation without it
+        with suppress(TemplateRefusal):
+            is_used = template.render(without.messages, without.tools) != text
+        if is_used:
+            self._used.add(key)

@@ -26,6 +26,7 @@ from xorl.data.hashing import JSON
 from xorl.data.receipt import Counts, Findings
 
 _LARGEST_ID = 2**31 - 1
+_USE_WEIGHTS = f'multiply the losses with columns=["input_ids", "{WEIGHTS}"] (and "labels", if there are any), '
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def _check_masks(chunk: Chunk) -> None:
             raise DataError(
                 f"{chunk.location(index)}: column {found[0]!r} masks tokens or gives them weights in other trainers, "
                 f"and xorl would ignore it: it trains the tokens whose labels are not {IGNORE}. Write the mask into "
-                f"labels, or leave the column out with ignore_columns=[{found[0]!r}]"
+                f"labels, {_USE_WEIGHTS if found[0] == WEIGHTS else ''}or leave the column out with "
+                f"ignore_columns=[{found[0]!r}]"
             )
 
 
