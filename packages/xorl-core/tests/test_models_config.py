@@ -92,6 +92,7 @@ def test_an_unknown_architecture_lists_the_known_ones(architectures):
             {"topk_group": 2},
             "n_group: 1 and topk_group: 2 do not fit: 2 active groups, but there",
         ),
+        ("Glm4MoeForCausalLM", {"partial_rotary_factor": 0.01}, "0.01 of the .* channels of a head rotates none"),
         ("Glm4MoeForCausalLM", {"n_shared_experts": -1}, "n_shared_experts must be at least 0, got -1"),
         ("Glm4MoeForCausalLM", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a number above 0"),
         ("Dots1ForCausalLM", {"n_routed_experts": None}, "config.json has no 'n_routed_experts'"),

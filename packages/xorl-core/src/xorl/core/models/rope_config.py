@@ -42,6 +42,10 @@ def read_rope(
     if partial_of is None:
         hf.expect("partial_rotary_factor", fraction, [1.0])
     rotary_dim = None if partial_of is None or fraction == 1.0 else int(partial_of * fraction)
+    if rotary_dim == 0:
+        raise ValueError(
+            f"{hf.architecture}: partial_rotary_factor: {fraction} of the {partial_of} channels of a head rotates none"
+        )
     theta = hf.get("rope_theta", float, DEFAULT_THETA)
     for key in read:
         rope.has(key)
