@@ -135,5 +135,5 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             run_config(tmp_path, "qwen3_moe", {**EP, **options}, of_model={"ep_dispatch": "alltoall"})
     # With 2 of 4 experts, 4 ranks are sent 44 % of all tokens.
     config = run_config(tmp_path, "qwen3_moe", {**LAYOUTS["ep 4"].train, "enable_compile": True})
-    with pytest.raises(ValueError, match=r"train\.enable_compile: true, but .* auto takes alltoall"):
+    with pytest.raises(ValueError, match=r"train\.enable_compile: true, but .* auto chooses alltoall"):
         model_module.check_model(architecture, config.model, config.train, config.lora, torch.device("cpu"))
