@@ -56,7 +56,7 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True)
 class Model:
-    """The flags about the model."""
+    """The flags that choose the model."""
 
     path: str
     base: str | None

@@ -27,7 +27,7 @@ class LocalCheckpointFields(CheckpointFields):
         default=False,
         description="Write checkpoints in the background while training continues, from a copy of this rank's part of "
         "the state in host memory. The copies run beside the next forward and backward pass. One save is written at a "
-        "time; a run ends only after its last one.",
+        "time; the run waits for the last one before it ends.",
     )
     on_save_failure: OnSaveFailure = Field(
         default="stop",

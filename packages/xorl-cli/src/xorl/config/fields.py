@@ -223,9 +223,10 @@ class ParallelFields(Section):
     )
     pipeline_parallel_size: AtLeastOne = Field(
         default=1,
-        description="Number of pipeline stages. The layers are divided so that all stages take about as long, "
-        "counting the head. The stages work on different micro-batches at the same time, so use several times as many "
-        "gradient_accumulation_steps as there are stages. The start of a run says how long they wait for each other.",
+        description="Number of pipeline stages. The layers are divided so that all stages take about the same time, "
+        "the head included. The stages work on different micro-batches at the same time, so use several times as "
+        "many gradient_accumulation_steps as there are stages. The start of a run says how long they wait for each "
+        "other.",
     )
     pipeline_parallel_schedule: PipelineSchedule = Field(
         default="1F1B",

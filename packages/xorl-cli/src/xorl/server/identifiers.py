@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -113,6 +114,16 @@ def checkpoint_folder(output_dir: Path, ref: CheckpointRef) -> Path:
     if not folder.resolve().is_relative_to((output_dir / ref.kind).resolve()):
         raise ValueError(f"checkpoint {ref.kind}/{ref.name} of model {ref.model_id} leads out of the output folder")
     return folder
+
+
+def base_refusal(base_model: str | None, base_names: Sequence[str], does: str) -> str | None:
+    """Why `base_model` is refused: it is given, and not a name of the served base. does: what a service does with it.
+
+    base_names: the names of the served base, the one to show first.
+    """
+    if base_model is None or base_model in base_names:
+        return None
+    return f"base_model: this service {does} {base_names[0]}, got {base_model[:300]!r}"
 
 
 def seed_of(model_id: str, seed: int) -> int:

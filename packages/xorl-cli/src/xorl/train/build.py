@@ -158,7 +158,7 @@ def _tensors_of(module: nn.Module, architecture: Architecture, config: Config) -
 
 
 def _never_decayed(module: Decoder) -> list[str]:
-    """The names of trained scalars and others that weight decay would not make simpler."""
+    """The names of parameters without weight decay, such as trained scalars: smaller values are not simpler."""
     roles = module.parameter_roles()
     return [name for name, each in module.named_parameters() if roles[name] in NOT_DECAYED and each.requires_grad]
 

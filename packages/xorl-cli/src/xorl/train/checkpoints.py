@@ -130,7 +130,7 @@ class Checkpoints:
         )
 
     def _data(self, step: int) -> dict[str, JSON]:
-        """The identity of the training data, which `startup.saved_data` reads. Collective."""
+        """The identity of the training data, which `startup.saved_data_of` reads. Collective."""
         data = {name: DataIdentity.of(run.plan) for name, run in self._startup.runs.items()}
         if self._startup.config.lora.sweep:
             return {"sweep": {name: asdict(identity) for name, identity in data.items()}}

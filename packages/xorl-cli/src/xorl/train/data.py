@@ -61,7 +61,7 @@ class PackedDocuments:
     scored: ScoredPairs | None = None
 
     def receipt(self, plan: DataPlan | None = None) -> Receipt:
-        """The fate of every sample, the contents of the bins and, for training data, the steps of `plan`."""
+        """A record of every sample, the contents of the bins and, for training data, the steps of `plan`."""
         documents = self.documents
         packed = {
             "documents": len(documents),

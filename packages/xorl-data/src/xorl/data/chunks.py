@@ -465,5 +465,5 @@ def check_encoding(data: bytes, source: str) -> None:
 
 def excerpt(text: str) -> str:
     """The beginning of a text, quoted, for an error message."""
-    text = text.strip()
-    return repr(text if len(text) <= 60 else text[:60] + "...")
+    text, limit = text.strip(), 60
+    return repr(text if len(text) <= limit else text[:limit] + "...")

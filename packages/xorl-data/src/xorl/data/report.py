@@ -15,8 +15,6 @@ _STYLE = (
     "@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}rect{fill:#7aa7d8}text{fill:#aaa}}"
 )
 _WIDTH, _HEIGHT = 640, 140
-# The format of lengths, which are whole numbers.
-LENGTH = "{:.0f}"
 
 
 def text_report(statistics: Sequence[DatasetStatistics], receipt: Receipt, fill: Histogram) -> list[str]:
@@ -24,7 +22,7 @@ def text_report(statistics: Sequence[DatasetStatistics], receipt: Receipt, fill:
     lines: list[str] = []
     for dataset in statistics:
         lines += [f"dataset  {dataset.name}", *(f"  {name:<22} {value}" for name, value in _rows(dataset))]
-        lines += ["  length in tokens", *_bars(dataset.lengths, LENGTH)]
+        lines += ["  length in tokens", *_bars(dataset.lengths, "{:.0f}")]
         lines += ["  fraction of a document's tokens that is trained", *_bars(dataset.trained_fraction, "{:.0%}")]
     if receipt.num_bins is not None:
         lines.append(f"bins     {receipt.num_bins}, {receipt.fill:.2%} full")
@@ -40,7 +38,7 @@ def html_report(title: str, statistics: Sequence[DatasetStatistics], receipt: Re
         body += [
             f"<h2>{html.escape(dataset.name)}</h2><table>{rows}</table>",
             "<h3>Length in tokens</h3>",
-            _plot(dataset.lengths, LENGTH, "documents by length in tokens"),
+            _plot(dataset.lengths, "{:.0f}", "documents by length in tokens"),
             "<h3>Fraction of a document's tokens that is trained</h3>",
             _plot(dataset.trained_fraction, "{:.0%}", "documents by trained fraction"),
         ]
@@ -101,9 +99,9 @@ def _bars(histogram: Histogram, fmt: str) -> list[str]:
 
 
 def _range(histogram: Histogram, index: int, fmt: str, between: str) -> str:
-    """The values of a count: from its edge to the next one, which whole numbers do not reach."""
+    """The values of a count, from its lower edge to its upper one, or to the last whole number before that."""
     low, high = histogram.edges[index : index + 2]
-    if fmt == LENGTH:
+    if histogram.is_whole:
         high -= 1
     return fmt.format(low) if low == high else f"{fmt.format(low)}{between}{fmt.format(high)}"
 

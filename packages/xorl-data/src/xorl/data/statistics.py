@@ -5,7 +5,7 @@ To limit the cost, only the first documents are searched for duplicates; the fig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -27,10 +27,14 @@ _MIN_SIMILARITY = 0.8
 
 @dataclass(frozen=True)
 class Histogram:
-    """The counts between consecutive edges; there is one more edge than counts."""
+    """The counts between consecutive edges; there is one more edge than counts.
+
+    is_whole: values are whole numbers, and no count includes its upper edge.
+    """
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def _statistics_of(
     return DatasetStatistics(
         name=name,
         counts=counts,
-        lengths=_histogram(lengths, edges),
+        lengths=replace(_histogram(lengths, edges), is_whole=True),
         trained_fraction=_histogram(trained, np.linspace(0, 1, 21)),
         percentiles=dict(zip(marks, values, strict=True)),
         num_examined=len(examined),

@@ -73,7 +73,7 @@ class SequenceLayout:
         self.cu_seqlens = cu_seqlens
         self.positions = positions
         self.lengths = lengths
-        # No view of `cu_seqlens`: the compiler would also trace that, and fix the number of documents without a guard.
+        # A copy: of a view, the compiler would trace all of `cu_seqlens`, and fix the number of documents, unguarded.
         self.num_real = None if num_real is None else num_real.clone()
         self.num_trained = num_trained
         self.offsets = torch.tensor(ends, dtype=torch.int64, device="cpu")

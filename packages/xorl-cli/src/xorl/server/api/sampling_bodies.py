@@ -13,7 +13,7 @@ from xorl.server.api.data_bodies import NO_STABLE_REINFORCE, ModelInputJson
 from xorl.server.api.parameters import read_parameters
 from xorl.server.api.responses import InvalidField
 from xorl.server.api.tensors import ByteBudget, TensorJson, array_of_json, tokens_array
-from xorl.server.identifiers import parse_uri
+from xorl.server.identifiers import base_refusal, parse_uri
 from xorl.server.operations import (
     BaseSampler,
     CheckpointSampler,
@@ -63,8 +63,8 @@ class SampleBody(msgspec.Struct, frozen=True):
 
     def operation(self, vocab_size: int | None, base_names: Sequence[str], budget: ByteBudget) -> Sample:
         """The operation, validated; raises ValueError. base_names: the names of the served base."""
-        if self.base_model is not None and self.base_model not in base_names:
-            raise ValueError(f"base_model: this service samples from {base_names[0]}, got {self.base_model[:300]!r}")
+        if (refusal := base_refusal(self.base_model, base_names, "samples from")) is not None:
+            raise ValueError(refusal)
         if self.sampling_session_id is not None and self.model_path is not None:
             raise ValueError("sampling_session_id and model_path both choose the weights: send one of them")
         if self.record_stability_info:
@@ -155,24 +155,11 @@ class GenerateParamsJson(msgspec.Struct, frozen=True):
 
 # Only the defaults of these fields are supported.
 _UNSUPPORTED = ("min_p", "min_new_tokens", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params")
-# Fields of /generate that would change an answer.
-_UNSERVED = (
-    *("stream", "input_embeds", "image_data", "video_data", "audio_data", "token_ids_logprob", "lora_id"),
-    *("return_text_in_logprobs", "return_hidden_states", "session_params", "custom_logit_processor"),
-)
 
 
-class GenerateBody(msgspec.Struct, frozen=True):
-    """The body of /generate, in SGLang's format: one prompt, as text or token ids."""
+class _Unserved(msgspec.Struct, frozen=True):
+    """Fields of an engine's /generate that would change an answer, and that this service refuses."""
 
-    text: str | None = None
-    input_ids: list[int] | None = None
-    sampling_params: dict[str, Any] = {}
-    return_logprob: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = 0
-    lora_path: str | None = None
-    return_routed_experts: bool = False
     stream: object = None
     input_embeds: object = None
     image_data: object = None
@@ -185,6 +172,19 @@ class GenerateBody(msgspec.Struct, frozen=True):
     custom_logit_processor: object = None
     lora_id: object = None
 
+
+class GenerateBody(_Unserved, frozen=True):
+    """The body of /generate, in SGLang's format: one prompt, as text or token ids."""
+
+    text: str | None = None
+    input_ids: list[int] | None = None
+    sampling_params: dict[str, Any] = {}
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    lora_path: str | None = None
+    return_routed_experts: bool = False
+
     def params(self) -> GenerateParamsJson:
         """The sampling parameters, validated; raises ValueError."""
         params = read_parameters(self.sampling_params, GenerateParamsJson, "sampling_params")
@@ -196,7 +196,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
     def operation(self, params: GenerateParamsJson, prompt_ids: list[int], vocab_size: int | None) -> Sample:
         """The operation, validated; raises ValueError. prompt_ids: input_ids, or the tokens of `text`."""
-        for name in _UNSERVED:
+        for name in _Unserved.__struct_fields__:
             if getattr(self, name):
                 raise ValueError(f"{name} is not supported, leave it out")
         if not prompt_ids:

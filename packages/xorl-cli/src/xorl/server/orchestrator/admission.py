@@ -10,7 +10,7 @@ import time
 
 from msgspec.structs import replace
 
-from xorl.server.identifiers import CheckpointRef, seed_of
+from xorl.server.identifiers import CheckpointRef, base_refusal, seed_of
 from xorl.server.messages import Accepted, Ok, Rejected, Submit, Tombstone, Unreadable
 from xorl.server.operations import (
     CheckpointSampler,
@@ -38,7 +38,7 @@ from xorl.server.orchestrator.operation_properties import (
     saved_as,
     share_of,
 )
-from xorl.server.orchestrator.registry import ModelRecord, stored
+from xorl.server.orchestrator.registry import ModelRecord, model_of_lane, stored
 from xorl.server.orchestrator.service_queries import session_limit_refusal
 from xorl.server.orchestrator.state import State
 from xorl.server.orchestrator.unnamed import note_use
@@ -127,7 +127,7 @@ class Admission:
         return Ok()
 
     def _note_unsaved(self, model_id: str, seq_id: int) -> None:
-        """Remember a number that was refused since the journal cannot be written, so it cannot be skipped there yet."""
+        """Remember a number that was refused because the journal cannot be written, to skip it there later."""
         model = self._state.registry.models.get(model_id)
         if model is not None and model.exists:
             self._state.unsaved[model.lane, seq_id] = time.monotonic()
@@ -142,7 +142,7 @@ class Admission:
         lane, numbers = self._unreadable.missing_numbers(source)
         for seq in numbers:
             logger.info("event=unreadable_skipped lane=%s seq=%d", lane, seq)
-            answer = await self.reject(Tombstone(lane.rpartition("#")[0], seq))
+            answer = await self.reject(Tombstone(model_of_lane(lane), seq))
             if isinstance(answer, Rejected):
                 return answer
         return Ok()
@@ -296,8 +296,8 @@ class Admission:
         state, options = self._state, self._state.options
         if operation.checkpoint is not None and _is_hidden(operation.checkpoint):
             raise Refused(404, f"there is no checkpoint {operation.checkpoint.uri('xorl')}")
-        if operation.base_model not in (None, *options.base_names):
-            raise Refused(400, f"base_model: this service trains {options.model_name}, got {operation.base_model!r}")
+        if (refusal := base_refusal(operation.base_model, options.base_names, "trains")) is not None:
+            raise Refused(400, refusal)
         if submit.session_id is not None and submit.session_id not in state.registry.sessions:
             raise Refused(404, f"there is no session {submit.session_id}")
         exists = old is not None and old.exists

@@ -14,7 +14,7 @@ from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.journal import PRUNED_AT_ONCE, Retention
 from xorl.server.orchestrator.operation_properties import EVICTION
-from xorl.server.orchestrator.registry import checkpoint_key, deleted, stored
+from xorl.server.orchestrator.registry import checkpoint_key, deleted, model_of_lane, stored
 from xorl.server.orchestrator.runner import stop_if_broken
 from xorl.server.orchestrator.state import State
 from xorl.server.orchestrator.unnamed import KEPT_S, is_unnamed, unnamed_of
@@ -104,7 +104,7 @@ class Housekeeping:
                 continue
             if now - unsaved.get((lane, seq), now) >= UNSAVED_RETRY_S:
                 logger.info("event=unsaved_skipped lane=%s seq=%d", lane, seq)
-                await self._admission.reject(Tombstone(lane.rpartition("#")[0], seq))
+                await self._admission.reject(Tombstone(model_of_lane(lane), seq))
                 continue
             if now - since < state.options.gap_timeout_s:
                 continue

@@ -233,8 +233,7 @@ class Preflight:
     def _require_checkpoint(self, checkpoint: CheckpointRef) -> None:
         """Raise CannotRun if a checkpoint is an export or does not exist, even if the workers have a copy in memory."""
         state = self._state
-        refusal = export_refusal(checkpoint)
-        if refusal is not None:
+        if (refusal := export_refusal(checkpoint)) is not None:
             raise CannotRun(Failure("user", 400, refusal))
         is_known = checkpoint_key(checkpoint) in state.registry.checkpoints
         if not is_known and not checkpoint_folder(state.options.folder, checkpoint).is_dir():

@@ -78,7 +78,7 @@ class ModelRecord(msgspec.Struct):
 
     @property
     def lane(self) -> str:
-        """Its lane in the scheduler."""
+        """Its lane in the scheduler; see `model_of_lane`."""
         return f"{self.model_id}#{self.generation}"
 
     @property
@@ -202,6 +202,11 @@ class Registry:
         """The models of a session, in order of creation."""
         found = [model for model in self.models.values() if model.session_id == session_id]
         return sorted(found, key=lambda model: model.created)
+
+
+def model_of_lane(lane: str) -> str:
+    """The id of the model that a lane is of."""
+    return lane.rpartition("#")[0]
 
 
 def checkpoint_key(checkpoint: CheckpointRef) -> str:

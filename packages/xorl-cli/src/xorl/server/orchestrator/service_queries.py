@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 
-from xorl.server.identifiers import sampling_session_id_of
+from xorl.server.identifiers import base_refusal, sampling_session_id_of
 from xorl.server.messages import Ok, Rejected
 from xorl.server.operations import LoraSpec
 from xorl.server.orchestrator.operation_properties import export_refusal
@@ -148,12 +148,11 @@ async def create_sampling_session(state: State, query: CreateSamplingSession) ->
         sampling_session_id = sampling_session_id_of(f"session-{secrets.token_hex(8)}", 0)
     if query.session_id is not None and query.session_id not in registry.sessions:
         return _no_session(query.session_id)
-    if query.base_model not in (None, *options.base_names):
-        return Rejected(400, f"base_model: this service samples from {options.model_name}, got {query.base_model!r}")
+    if (refusal := base_refusal(query.base_model, options.base_names, "samples from")) is not None:
+        return Rejected(400, refusal)
     if query.checkpoint is not None and state.find_checkpoint(query.checkpoint) is None:
         return Rejected(404, f"there is no checkpoint {query.checkpoint.uri('xorl')}")
-    refusal = None if query.checkpoint is None else export_refusal(query.checkpoint)
-    if refusal is not None:
+    if query.checkpoint is not None and (refusal := export_refusal(query.checkpoint)) is not None:
         return Rejected(400, refusal)
     record = registry.samplers.get(sampling_session_id)
     if record is None:

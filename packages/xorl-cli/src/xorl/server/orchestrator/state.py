@@ -24,7 +24,7 @@ from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.operation_properties import RECOVERY_PREFIX, encode
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.progress import ProgressLog
-from xorl.server.orchestrator.registry import ModelRecord, Registry, stored
+from xorl.server.orchestrator.registry import ModelRecord, Registry, model_of_lane, stored
 from xorl.server.orchestrator.scheduler import Scheduler
 from xorl.server.orchestrator.storage import StorageMeter
 from xorl.server.orchestrator.workers import Workers
@@ -142,8 +142,8 @@ class State:
         wake: set when there may be requests to start.
         retrieved: ids of results that were fetched since the journal last recorded them.
         storage_problem: why the journal cannot be written at the moment, for example a full disk; shown to pollers.
-        unsaved: by lane and number, when a request was last refused since the journal could not be written, as a time
-            of `time.monotonic`.
+        unsaved: by lane and number, when a request was last refused because the journal could not be written, as a
+            time of `time.monotonic`.
         progress: the training progress of each model.
         deleting: checkpoints that are being deleted; no request may start from them.
         reads: the checkpoints that the workers are reading.
@@ -243,7 +243,7 @@ class State:
 
     def model_of(self, ticket: Ticket) -> ModelRecord | None:
         """The model in whose lane a ticket is; None if it has no lane, or if the model has been recreated since."""
-        model = self.registry.models.get(ticket.lane.rpartition("#")[0]) if ticket.lane else None
+        model = self.registry.models.get(model_of_lane(ticket.lane)) if ticket.lane else None
         return model if model is not None and model.lane == ticket.lane else None
 
     def leave_order(self, ticket: Ticket) -> list[Record]:
@@ -286,6 +286,6 @@ class State:
             self.counters.count("cancelled_total", operation=request.kind)
             return
         self.counters.count("failures_total", operation=request.kind)
-        model = request.ticket.lane.rpartition("#")[0] if request.ticket.lane else None
+        model = model_of_lane(request.ticket.lane) if request.ticket.lane else None
         self.counters.errors.append(ErrorSeen(outcome.finished, model, request.kind, result.message))
         logger.warning("event=request_failed kind=%s model=%s why=%r", request.kind, model, result.message)

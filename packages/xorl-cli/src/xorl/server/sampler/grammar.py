@@ -83,7 +83,7 @@ class Grammars:
         return LLMatcher(self._tokenizer, grammar, log_level=0)
 
     def _refusal(self, form: AnswerForm) -> str | None:
-        """The problem of the first schema that cannot be followed; None if there is none."""
+        """Why the first schema that cannot be followed cannot; None if all can."""
         schemas = [(each.schema, each.field) for each in ([form] if isinstance(form, JsonAnswer) else form.calls)]
         if isinstance(form, ToolCalls) and form.instead is not None:
             schemas.append((form.instead, form.instead_field))

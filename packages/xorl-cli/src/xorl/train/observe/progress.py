@@ -38,7 +38,7 @@ SAME_ON_ALL_RANKS = (
 
 
 def progress_sink(log_format: LogFormat, num_steps: int, start_step: int) -> Sink:
-    """Shows the metrics on standard error: a progress bar on a terminal, lines elsewhere."""
+    """The sink that shows the metrics on standard error: a progress bar on a terminal, lines elsewhere."""
     if log_format == "structured":
         return StructuredLines()
     return ProgressBar(num_steps, start_step) if sys.stderr.isatty() else ProgressLines(num_steps, start_step)
@@ -116,7 +116,7 @@ class _TqdmHandler(logging.Handler):
 
 
 def set_up_logging(log_format: LogFormat, level: LogLevel, *, is_main: bool) -> None:
-    """Log to standard error, one event per line. Other ranks than the main one log errors and their own warnings."""
+    """Log to standard error, one event per line. Other ranks log only errors and warnings of their own."""
     # tqdm's default lock is shared with forked processes: if one is killed while it holds the lock, all others hang.
     tqdm.set_lock(threading.RLock())
     handler = _TqdmHandler()

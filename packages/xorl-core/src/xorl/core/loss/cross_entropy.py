@@ -58,9 +58,7 @@ def weighted_cross_entropy(
     Other arguments as for `cross_entropy`. A token of weight 0 is not trained, but its log-probability is returned.
     Labels and weights may be [T, K]: the loss sums over all K, and a token is trained if any of its labels is.
     """
-    head, labels, weights = HeadWeight.of(head), labels_of(hidden, targets), targets.get("weights")
-    if weights is not None and weights.shape != labels.shape:
-        raise ValueError(f"weights must have shape {list(labels.shape)}, as labels; got {list(weights.shape)}")
+    head, labels, weights = HeadWeight.of(head), *_labels_and_weights(hidden, targets)
     if labels.dim() == 2:
         return _several_labels(hidden, head, labels, weights)
     if head.logits.whole:
@@ -76,6 +74,14 @@ def weighted_cross_entropy(
     per_token = unweighted if weights is None else unweighted * weights
     values = TokenValues(trained, {}, None)
     return LossOutput(total, per_token, token_metrics(per_token, values), -unweighted, values)
+
+
+def _labels_and_weights(hidden: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The labels, as `labels_of`, and their weights, of the same shape. Raises ValueError for another shape."""
+    labels, weights = labels_of(hidden, targets), targets.get("weights")
+    if weights is not None and weights.shape != labels.shape:
+        raise ValueError(f"weights must have shape {list(labels.shape)}, as labels; got {list(weights.shape)}")
+    return labels, weights
 
 
 def _several_labels(hidden: Tensor, head: HeadWeight, labels: Tensor, weights: Tensor | None) -> LossOutput:
@@ -114,7 +120,7 @@ def score_tokens(
 
     It is False for ignored labels, and for those of weight 0. Arguments as for `weighted_cross_entropy`; no gradient.
     """
-    head, labels, weights = HeadWeight.of(head), labels_of(hidden, targets), targets.get("weights")
+    head, labels, weights = HeadWeight.of(head), *_labels_and_weights(hidden, targets)
     if head.logits.whole:
         logits = full_logits(hidden, head)
         per_token = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")

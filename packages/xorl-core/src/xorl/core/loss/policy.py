@@ -1,4 +1,4 @@
-"""The common part of all policy-gradient losses: inputs, selection of trained tokens, and metrics.
+"""The parts that all policy-gradient losses share: inputs, selection of trained tokens, and metrics.
 
 Each loss is an `Objective`: a formula in the model's log-probabilities, differentiated by torch.
 

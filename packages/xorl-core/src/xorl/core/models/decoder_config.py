@@ -199,7 +199,7 @@ class DecoderConfig:
         return tuple(attention.window for attention in self.attentions)
 
     def attention_requests(self, device_type: str, dtype: torch.dtype) -> dict[int, AttentionRequest]:
-        """The request of each layer with attention for a backend, by its number, if it computes in `dtype`."""
+        """The request of each layer with attention to a backend, by layer, if it computes in `dtype`."""
         return {
             index: AttentionRequest(
                 device_type,
@@ -214,7 +214,7 @@ class DecoderConfig:
         }
 
     def recurrence_requests(self, device_type: str, dtype: torch.dtype) -> list[RecurrenceRequest]:
-        """The requests of layers with recurrences for a backend, if they compute in `dtype`; each request once."""
+        """The requests of recurrent layers to a backend, if they compute in `dtype`; each request once."""
         return list(dict.fromkeys(_request_of(each, device_type, dtype) for each in self.recurrences))
 
     @property

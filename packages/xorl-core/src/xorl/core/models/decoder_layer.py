@@ -94,7 +94,7 @@ class DecoderLayer(nn.Module):
         return hidden if routes is None else (hidden, routes)
 
     def _scaled(self, out: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
-        """The term of the residual stream for the output of a block."""
+        """The output of a block, as it is added to the residual stream."""
         if norm is not None:
             _, out = norm(out)
         return out if self.residual_scale == 1.0 else out * self.residual_scale

@@ -82,7 +82,7 @@ def fill_drawn_(
     offset: Sequence[int],
     device: torch.device | None = None,
 ) -> None:
-    """Like `fill_normal_`, with independent values of another distribution."""
+    """Like `fill_normal_`, with independent values from the distribution that `values` describes."""
 
     def log_uniform(start: int, stop: int, device: torch.device) -> Tensor:
         return _between(values.low, values.high, key, start, stop, device).log_()

@@ -131,7 +131,7 @@ class AttentionConfig:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The computation that kernels are asked for."""
+        """The part of the configuration that kernels need."""
         return AttentionSpec(self.scale, self.window, self.softcap)
 
     @property

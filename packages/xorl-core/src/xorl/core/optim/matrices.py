@@ -259,19 +259,19 @@ def _split_into_batches(matrices: Sequence[Matrix], batch_elements: int) -> list
 
 
 def _joined(matrices: Sequence[Matrix]) -> list[MatrixRange]:
-    """The matrices in order, as runs that are as long as possible."""
-    runs: list[MatrixRange] = []
+    """The matrices in order, as ranges that are as long as possible."""
+    ranges: list[MatrixRange] = []
     for matrix in matrices:
-        last = runs[-1] if runs else None
+        last = ranges[-1] if ranges else None
         if last is not None and (last.matrix.parameter, last.matrix.stop, last.shape) == (
             matrix.parameter,
             matrix.start,
             matrix.shape,
         ):
-            runs[-1] = MatrixRange(replace(last.matrix, stop=matrix.stop), last.shape)
+            ranges[-1] = MatrixRange(replace(last.matrix, stop=matrix.stop), last.shape)
         else:
-            runs.append(MatrixRange(matrix, matrix.shape))
-    return runs
+            ranges.append(MatrixRange(matrix, matrix.shape))
+    return ranges
 
 
 class Exchange:
@@ -299,7 +299,7 @@ class Exchange:
         ]
         self.sent = _joined(list(compress(chain(*by_replica), chain(*is_sent))))
         self.not_sent = _joined(list(compress(chain(*by_replica), (not sent for sent in chain(*is_sent)))))
-        self.runs = [run for of_one in by_replica for run in _joined(of_one)]
+        self.ranges = [each for of_one in by_replica for each in _joined(of_one)]
         self._sizes_by_replica = [sum(matrix.size_on(grid.shard) for matrix in of_one) for of_one in by_replica]
         # Of this rank's pieces, by owning shard, and of the pieces of its batch, by the shard that holds them.
         owned = [batches[grid.replica, shard] for shard in range(grid.num_shards)]
@@ -309,9 +309,9 @@ class Exchange:
         self._batch_collected = [sum(matrix.size_from(shard) for matrix in self._batch) for shard in shards]
         self._batch_returned = [sum(matrix.size_on(shard) for matrix in self._batch) for shard in shards]
 
-    def size_of(self, run: MatrixRange) -> int:
-        """The number of elements that this rank holds of a run."""
-        return run.matrix.size_on(self._grid.shard)
+    def size_of(self, matrices: MatrixRange) -> int:
+        """The number of elements that this rank holds of a range."""
+        return matrices.matrix.size_on(self._grid.shard)
 
     def collect(self, pieces: Tensor) -> Tensor | None:
         """Send this rank's concatenated pieces of `sent`, and return its batch [B, M, N]; None if it owns none."""

@@ -151,19 +151,19 @@ class Muon(AdamW):
         if dtype is None:
             dtype = torch.bfloat16 if plan.grid.device.type == "cuda" else torch.float32
         for exchange in plan.rounds:
-            sizes = [exchange.size_of(run) for run in exchange.sent]
+            sizes = [exchange.size_of(each) for each in exchange.sent]
             pieces = torch.empty(sum(sizes), dtype=dtype, device=device)
-            for run, piece in zip(exchange.sent, pieces.split(sizes), strict=True):
-                self._momentum_(stacks[run.matrix.parameter], run.matrix, plan.grid, piece, scaling)
-            for run in exchange.not_sent:
-                self._momentum_(stacks[run.matrix.parameter], run.matrix, plan.grid, None, scaling)
+            for each, piece in zip(exchange.sent, pieces.split(sizes), strict=True):
+                self._momentum_(stacks[each.matrix.parameter], each.matrix, plan.grid, piece, scaling)
+            for each in exchange.not_sent:
+                self._momentum_(stacks[each.matrix.parameter], each.matrix, plan.grid, None, scaling)
             batch = exchange.collect(pieces.to(plan.grid.device))
             if batch is not None:
                 batch = orthogonalise(batch, self._options.num_steps)
             updates = exchange.return_updates(batch, dtype).to(device)
-            sizes = [exchange.size_of(run) for run in exchange.runs]
-            for run, update in zip(exchange.runs, updates.split(sizes), strict=True):
-                self._descend_(stacks[run.matrix.parameter], run, plan.grid, update, scaling.skip)
+            sizes = [exchange.size_of(each) for each in exchange.ranges]
+            for each, update in zip(exchange.ranges, updates.split(sizes), strict=True):
+                self._descend_(stacks[each.matrix.parameter], each, plan.grid, update, scaling.skip)
 
     def _plan(self, stacks: Sequence[_MatrixStack]) -> _Plan:
         keys = tuple(stack.key for stack in stacks)
@@ -197,16 +197,16 @@ class Muon(AdamW):
                 noise=noise,
             )
 
-    def _descend_(self, stack: _MatrixStack, run: MatrixRange, grid: Grid, update: Tensor, skip: Tensor) -> None:
-        start, stop = run.matrix.rows_of(grid.shard)
+    def _descend_(self, stack: _MatrixStack, matrices: MatrixRange, grid: Grid, update: Tensor, skip: Tensor) -> None:
+        start, stop = matrices.matrix.rows_of(grid.shard)
         lr = stack.group["lr"]
-        update = update.view(stop - start, run.matrix.division.columns_of(grid.shard))
+        update = update.view(stop - start, matrices.matrix.division.columns_of(grid.shard))
         for part, decay, noise in stack.parts(start, stop):
             descend_(
                 local(stack.parameter)[part.start : part.stop],
                 update[part.start - start : part.stop - start],
                 decay=lr * decay,
-                rate=lr * lr_ratio(self._options.adjust_lr, *run.shape),
+                rate=lr * lr_ratio(self._options.adjust_lr, *matrices.shape),
                 grad_scale=None,
                 skip=skip,
                 noise=noise,

@@ -46,7 +46,7 @@ class KeyTests:
         return key in self._used or self._tests.get(key, 0) >= (_NUM_TESTS if is_mentioned else 1)
 
     def _test(self, key: str, without: Conversation, text: str, template: ChatTemplate) -> None:
-        """Whether a conversation without the key has another text than `text`, which it has with the key."""
+        """Note whether the key is used: whether the conversation has another text than `text` without it."""
         self._tests[key] = self._tests.get(key, 0) + 1
         is_used = True  # if the template rejects the conversation without it
         with suppress(TemplateRefusal):
