@@ -282,7 +282,7 @@ class Exchange:
     Attributes:
         sent: the matrices of which this rank sends its pieces to the owners, which are of its replica, in order.
         not_sent: the others: other ranks with the same values send them.
-        runs: all matrices of the round, in the order of the pieces that `return_updates` returns.
+        ranges: all matrices of the round, in the order of the pieces that `return_updates` returns.
     """
 
     def __init__(self, grid: Grid, batches: Mapping[Owner, Sequence[Matrix]]) -> None:
@@ -328,7 +328,7 @@ class Exchange:
         return batch
 
     def return_updates(self, batch: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Scatter the owners' batches, and return this rank's pieces of `runs`, concatenated."""
+        """Scatter the owners' batches, and return this rank's pieces of `ranges`, concatenated."""
         if batch is None:
             joined = torch.empty(0, dtype=dtype, device=self._grid.device)
         elif self._grid.num_shards == 1:
