@@ -1,5 +1,9 @@
-"""The experts of a layer with the tokens of all ranks, in CUDA graphs: they compute what the same kernels do alone."""
+"""The experts of a layer with the tokens of all ranks, in CUDA graphs: they compute what the same kernels do alone.
 
+The file is also the program that torchrun starts.
+"""
+
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -8,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xorl.core import runtime
 from xorl.core.nn import gathered_experts as module
 from xorl.core.nn.all_gather import AllGather, GatherPlan
 from xorl.core.nn.gathered_experts import gathered_experts
@@ -30,12 +35,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
 
 
 class Layer:
-    """The weights of one layer, and inputs that differ in each call."""
+    """A rank's weights of one layer, and inputs that differ in each call."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_ranks: int = 1) -> None:
         self.generator = torch.Generator("cuda").manual_seed(seed)
-        self.gate_up = self.normal(NUM_EXPERTS, 2 * EXPERT_WIDTH, WIDTH) * 0.1
-        self.down = self.normal(NUM_EXPERTS, WIDTH, EXPERT_WIDTH) * 0.1
+        self.gate_up = self.normal(NUM_EXPERTS // num_ranks, 2 * EXPERT_WIDTH, WIDTH) * 0.1
+        self.down = self.normal(NUM_EXPERTS // num_ranks, WIDTH, EXPERT_WIDTH) * 0.1
 
     def normal(self, *size: int) -> Tensor:
         return torch.randn(*size, device="cuda", generator=self.generator).bfloat16()
@@ -55,7 +60,7 @@ class Layer:
 def steps(ranks: RankGroup) -> tuple[list[list[Tensor]], AllGather]:
     """All results of two layers in steps of two sizes, between which the weights change."""
     dispatcher = AllGather(ranks)
-    layers, found = [Layer(0), Layer(1)], []
+    layers, found = [Layer(seed, ranks.size) for seed in (0, 1)], []
     for num_tokens in (256, 256, 384, 256, 384, 256, 384):
         found += [layer.call(dispatcher, num_tokens) for layer in layers]
         for layer in layers:
@@ -113,3 +118,24 @@ def test_graphs_end_with_their_layers(ranks: RankGroup) -> None:
         steps(ranks)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def test_ranks_end_while_graphs_exist() -> None:
+    # Catches NCCL, which waits at the end of a group for the graphs that hold its collectives.
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    subprocess.run([*torchrun, __file__], check=True, timeout=120)
+
+
+def main() -> None:
+    """Make graphs with NCCL's collectives in them, and end."""
+    runtime.init()
+    assert dist.group.WORLD is not None
+    _, dispatcher = steps(RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name))
+    assert len(dispatcher.graphs)
+    runtime.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from xorl.core import graphs
 from xorl.core.join import CONNECT_S, Peers, could_not_connect, rendezvous, stay_on_loopback
 from xorl.core.launched import STORE_VARIABLE
 
@@ -180,6 +181,7 @@ def shutdown() -> None:
     """Destroy the process group after a barrier, because leaving early would abort peers still in a collective."""
     if dist.is_initialized():
         dist.barrier(device_ids=[torch.cuda.current_device()] if torch.cuda.is_initialized() else None)
+        graphs.reset_all()
         gc.collect()
         dist.destroy_process_group()
 

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from xorl.core.graphs import new_graph
 from xorl.core.models import Decoder
 from xorl.core.parallel import ParallelModel
 from xorl.kernels.attention import DecodeLayout, KeyValueCache
@@ -194,7 +195,7 @@ class DecodePass:
         return None
 
     def _record(self, key: Hashable, num_rows: int, *, records: bool) -> None:
-        graph = torch.cuda.CUDAGraph()
+        graph = new_graph()
         with (
             # Restores the current stream even if recording fails.
             torch.cuda.stream(torch.cuda.current_stream()),

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
+from xorl.core.graphs import Graphs
 from xorl.core.nn.dispatch import AllToAll, Received
-from xorl.core.nn.graphs import Graphs
 from xorl.kernels.experts.plan import is_padding
 from xorl.kernels.experts.products import between_products
 from xorl.kernels.layout import RankGroup

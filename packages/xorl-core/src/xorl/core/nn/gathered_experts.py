@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from xorl.core.graphs import Compute, graphs_of
 from xorl.core.nn import all_gather
 from xorl.core.nn.all_gather import ALONE, AllGather, GatherPlan, padded, passes_of
-from xorl.core.nn.graphs import Compute, graphs_of
 from xorl.kernels.experts.gates import Gate
 from xorl.kernels.experts.grouped import experts_of_plan, experts_of_plan_backward
 from xorl.kernels.experts.plan import RoutePlan

@@ -1,5 +1,6 @@
 """Replication by DistributedDataParallel, with gradients summed instead of averaged."""
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -35,7 +36,8 @@ def replicate(model: nn.Module, mesh: Mesh, excluded: Sequence[nn.Module] = ()) 
         process_group=mesh.loss.group,
         gradient_as_bucket_view=True,
     )
-    module.register_comm_hook(module, _sum_gradients)
+    # The replica holds the reducer, which holds its hook's argument: with a strong one, neither would be freed.
+    module.register_comm_hook(weakref.ref(module), _sum_gradients)
     module.summed = trained_in_replicas(model, excluded)
     return module
 
@@ -46,8 +48,10 @@ def trained_in_replicas(model: nn.Module, excluded: Sequence[nn.Module]) -> list
     return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in own]
 
 
-def _sum_gradients(replica: Replicated, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum_gradients(owner: weakref.ref[Replicated], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A communication hook that sums a bucket over the ranks in fp32, whatever its dtype."""
+    replica = owner()
+    assert replica is not None
     buffer = bucket.buffer()
     work = dist.all_reduce(buffer.float(), group=replica.process_group, async_op=True)
     if bucket.is_last() and replica.on_last_bucket is not None:

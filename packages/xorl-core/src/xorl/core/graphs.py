@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +23,21 @@ MAX_GRAPHS = 1024
 
 _numbers = count()
 _by_number: WeakValueDictionary[int, Graphs] = WeakValueDictionary()
+_all: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+
+
+def new_graph() -> torch.cuda.CUDAGraph:
+    """A graph to capture, which `reset_all` finds."""
+    graph = torch.cuda.CUDAGraph()
+    _all.add(graph)
+    return graph
+
+
+def reset_all() -> None:
+    """Make all graphs of this process unusable: NCCL does not end a group while a graph holds its collectives."""
+    for graph in _all:
+        graph.reset()
+    _all.clear()
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,7 @@ class Graphs:
         return torch.cuda.Stream()
 
     def _capture(self, compute: Compute, inputs: Sequence[Tensor], fixed: Sequence[Tensor]) -> _Captured:
-        graph, outer = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph, outer = new_graph(), torch.cuda.current_stream()
         # The first graph makes the memory that the others share.
         first = next(iter(self._captured.values()), None)
         self._stream.wait_stream(outer)
