@@ -102,5 +102,8 @@ def diagnosis(ranks: Sequence[StepWaits], *, is_sharded: bool) -> str | None:
         )
     options = "more tokens in a micro-batch (train.micro_batch_size)"
     if is_sharded:
-        options += ", train.enable_full_shard: false, or the other of copy_engine and nccl in train.fsdp_collectives"
-    return f"all ranks wait for communication, up to {longest:.0%} of a step: try {options}"
+        options += ", train.enable_full_shard: false, the other of copy_engine and nccl in train.fsdp_collectives"
+    return (
+        f"all ranks wait for communication, up to {longest:.0%} of a step: try {options}, or a layout that "
+        "`xorl plan` finds to be faster"
+    )
