@@ -1,6 +1,7 @@
 """`xorl plan`: memory and speed of layouts from passes on the meta device, and layouts that a run accepts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from xorl.train.plan.estimate import Estimate, Estimator
 from xorl.train.plan.passes import record_pass, representatives
 from xorl.train.plan.plan import Plan, make_plan
 from xorl.train.plan.rates import rates_of
+from xorl.train.plan.text import as_text
 from xorl.train.recompute_choice import MicroBatch, measure_slice
 from xorl.train.startup import parallel_dims
 from xorl.train.step_memory import pass_peak
@@ -184,6 +186,19 @@ def test_every_layout_is_one_that_a_run_accepts_with_the_same_rows(plan: Plan) -
         assert row.candidate.dims.world_size == NUM_GPUS
     used = {row.candidate.dims.used for row in plan.rows}
     assert used == {"dp_shard 2", "tp 2", "pp 2", "ulysses 2", "ring 2"}
+
+
+def test_layouts_of_experts_do_not_look_alike(config_file: Path, tmp_path: Path) -> None:
+    # Catches layouts that differ in nothing a run does, and options that a layout's line does not show.
+    write_config(tmp_path, hf_config("qwen3_moe", num_experts=4, num_experts_per_tok=2))
+    overrides = "--model.config_path", str(tmp_path)
+    config = load_config(config_file, overrides).config
+    architecture = read_architecture(config.model)
+    made = make_plan(config_file, overrides, config, architecture, rates_of("h100"), NUM_GPUS, ROW)
+    text = as_text(made, rates_of("h100"), NUM_GPUS, None, num_shown=len(made.rows))
+    _, table, *_ = text.split("\n\n")
+    lines = [re.split(r"  +", line[1:].strip())[0] for line in table.splitlines()]
+    assert len(lines) == len(set(lines)) == 1 + len(made.rows)
 
 
 def test_the_fastest_that_fits_is_first_and_limits_are_shares(plan: Plan) -> None:

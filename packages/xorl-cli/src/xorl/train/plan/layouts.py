@@ -132,11 +132,11 @@ def sizes_near(config: Config, num_gpus: int, *, has_experts: bool) -> Iterator[
         chosen = {f"train.{name}": size for name, size in zip(train.model_parallel_sizes, sizes, strict=True)}
         chosen |= {"train.data_parallel_shard_size": -1, "train.data_parallel_replicate_size": -1}
         is_alone = ranks == num_gpus and sizes[2:] == (1, 1)
+        shared = num_gpus // sizes[1]
         if is_alone:
             yield chosen | {"train.data_parallel_mode": "none", "train.expert_parallel_size": 1}
-            if not has_experts or num_gpus == 1:
+            if not has_experts or shared == 1:
                 continue
-        shared = num_gpus // sizes[1]
         for ep in (1, *(size for size in powers if shared % size == 0)) if has_experts else (1,):
             # Keeping what was gathered pays where ranks do little else to save memory.
             keeps = sizes == ones or not train.enable_full_shard or sizes[1] > 1

@@ -107,19 +107,22 @@ def _table(rows: Sequence[Sequence[str]], num_tokens: float | None) -> list[str]
 
 
 def _layout(row: Row) -> str:
-    """The sizes of the axes, the micro-batches and what is recomputed."""
+    """The sizes of the axes, whether parameters stay gathered, the micro-batches and what is recomputed."""
     dims, train = row.candidate.dims, row.candidate.config.train
-    names = {"dp_shard": "fsdp" if train.enable_full_shard else "fsdp, kept gathered,", "dp_replicate": "replicas"}
+    names = {"dp_shard": "fsdp", "dp_replicate": "replicas"}
     axes = {"dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard, "ring": dims.ring, "ulysses": dims.ulysses}
     axes |= {"tp": dims.tp, "pp": dims.pp, "ep": dims.ep}
     sizes = [f"{names.get(axis, axis)} {size}" for axis, size in axes.items() if size > 1]
     parts = [" x ".join(sizes) or "one GPU"]
-    parts.append(f"{train.gradient_accumulation_steps} micro-batches of {train.micro_batch_size}")
+    if train.data_parallel_mode == "fsdp2" and not train.enable_full_shard:
+        parts.append("parameters kept gathered")
+    count = train.gradient_accumulation_steps
+    parts.append(f"{count} {'micro-batch' if count == 1 else 'micro-batches'} of {train.micro_batch_size}")
     if train.enable_gradient_checkpointing:
         what = "operations" if train.recompute_policy == "operation" else "layers"
         what = " and ".join(train.recompute_modules) if train.recompute_modules is not None else what
-        count = train.recompute_num_layers
-        parts.append(f"recomputes {what}" + ("" if count is None else f" in {count}"))
+        layers = train.recompute_num_layers
+        parts.append(f"recomputes {what}" + ("" if layers is None else f" in {layers}"))
     return ", ".join(parts)
 
 
