@@ -1,9 +1,10 @@
-"""The end of replicas and of CUDA graphs, on one rank."""
+"""The memory of replicas, and the end of CUDA graphs, on one rank."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from xorl.core import runtime
 from xorl.core.graphs import new_graph
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.parallel.ddp import replicate
+from xorl.core.parallel.ddp import _sum_gradients, replicate
 
 
 @pytest.fixture
@@ -33,6 +34,18 @@ def test_a_replica_is_freed_with_its_last_user(mesh: Mesh) -> None:
     gc.collect()
     runtime.shutdown()
     assert ended() is None
+
+
+def test_sums_are_kept_where_the_gradients_were(mesh: Mesh) -> None:
+    # Catches a second copy of all gradients until the backward pass ends.
+    replica = replicate(nn.Linear(4, 4), mesh)
+    buffer = torch.randn(20).bfloat16()
+    expected = buffer.clone()
+    bucket = SimpleNamespace(buffer=lambda: buffer, is_last=lambda: False)
+    summed = _sum_gradients(weakref.ref(replica), bucket).wait()
+    runtime.shutdown()
+    assert summed.data_ptr() == buffer.data_ptr()
+    assert torch.equal(summed, expected)
 
 
 def test_graphs_end_before_their_group(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

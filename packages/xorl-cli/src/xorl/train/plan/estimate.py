@@ -281,7 +281,10 @@ class Estimator:
             whole = held
             if dims.tp * dims.ep > 1:
                 whole = self._held_sizes(config, replace(dims, tp=1, ep=1), stage).whole
-            self._sizes[key] = _HeldSizes(whole, held, units)
+            ends = [
+                NO_SIZE if end is None else Sizes.of(end, *itemsizes) for end in (own.model.embed_tokens, own.lm_head)
+            ]
+            self._sizes[key] = _HeldSizes(whole, held, units, *ends)
         return self._sizes[key]
 
     def _sending_s(self, config: Config, dims: ParallelDims, num_chunks: int) -> float:
@@ -356,11 +359,8 @@ class Estimator:
         parts = {name: value for name, value in held.parts.items() if value}
         travelling = parts.pop(IN_FLIGHT, 0.0)
         windows = min(WINDOW_BYTES if uses_engines else 0, travelling)
-        # Gradients are on their way while layers compute backward, and that of the embedding at the end.
-        two_layers = sizes.in_layers.trained * min(2 / len(layers), 1)
-        flying = (travelling - windows) * two_layers / max(two_layers + sizes.outside.trained, 1)
-        embedding = sizes.outside.trained / (1 if self._architecture.config.tie_word_embeddings else 2)
-        at_end = max(flying, embedding * (2 if uses_engines else 4)) if travelling else 0.0
+        sent = gathered_itemsizes(config)[0] if uses_engines else torch.float32.itemsize
+        flying, at_end = sizes.beside_backward(dims, sent, parts.get("gathered", 0.0))
         peak = pass_peak(profiles, held.gradient_ratio, beside_backward=flying, beside_rest=at_end)
         bound = travelling - windows + pass_peak(profiles, held.gradient_ratio)
         if dims.pp > 1:
@@ -447,11 +447,13 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _HeldSizes:
-    """Sizes of a stage: of all ranks that share it, of one of them, and of the latter's layers."""
+    """Sizes of a stage: of all ranks that share it, of one of them, and of parts of the latter."""
 
     whole: Sizes
     held: Sizes
     units: Sequence[_Unit]
+    embedding: Sizes
+    head: Sizes
 
     @property
     def in_layers(self) -> Sizes:
@@ -461,3 +463,23 @@ class _HeldSizes:
     def outside(self) -> Sizes:
         """Of the embedding, the last norm and the head."""
         return self.held - self.in_layers
+
+    def beside_backward(self, dims: ParallelDims, sent: float, gathered: float) -> tuple[float, float]:
+        """Bytes beside the backward pass of the layers, and at its end, more than at its beginning.
+
+        The gradients of the layer before, or of the embedding, are on their way: as they are sent, and as fp32 sums.
+        The head is not gathered any more, and at the end nothing is. Replicas sum copies in fp32.
+
+        Args:
+            sent: bytes of a gradient that shards are sent.
+            gathered: bytes of parameters that are gathered at the beginning.
+        """
+        wide = torch.float32.itemsize
+        if gathered:
+            each = sent + wide / dims.num_shards
+            layers = sum(unit.rest.trained + unit.experts.trained * (dims.num_expert_shards > 1) for unit in self.units)
+            flying = layers / len(self.units) * each - self.head.gathered_bytes
+            return flying, self.embedding.trained * each - gathered
+        if dims.dp_replicate > 1:
+            return self.head.trained * wide, self.embedding.trained * wide
+        return 0.0, 0.0

@@ -57,4 +57,5 @@ def _sum_gradients(owner: weakref.ref[Replicated], bucket: GradBucket) -> torch.
     if bucket.is_last() and replica.on_last_bucket is not None:
         replica.on_last_bucket()
     assert work is not None
-    return work.get_future().then(lambda future: future.value()[0].to(buffer.dtype))
+    # Sums of their own would stay in memory until the backward pass ends.
+    return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
