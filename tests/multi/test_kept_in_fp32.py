@@ -29,6 +29,7 @@ CASES = [
     *((DECAYS, layout) for layout in ("fsdp 2", "tp 2, fsdp", "ulysses 2, ddp")),
     *((CORRECTIONS, layout) for layout in ("fsdp 2", "ep 2", "tp 2, fsdp")),
 ]
+SUMMED = ("fsdp 2", "ddp 2")
 EVENED = ("fsdp 2", "ep 2", "tp 2, fsdp", "pp 2")
 
 
@@ -56,6 +57,15 @@ def after_a_step(folder: Path, family: str, layout: str) -> tuple[list[Tensor], 
     return used, before, tensors_of(engine, family)[0]
 
 
+def summed(folder: Path, layout: str) -> list[Tensor]:
+    """The gradients of a rank's decays after a step of several micro-batches."""
+    config = run_config(folder, DECAYS, {**(LAYOUTS[layout].train if layout else ONE_PROCESS), **IN_BF16})
+    engine = engine_for(config)
+    forward_backward_of(engine, config)
+    named = engine.model.module.named_parameters()
+    return [whole(parameter.grad) for name, parameter in named if name.endswith(HELD[DECAYS][1])]
+
+
 def corrected(folder: Path, layout: str) -> tuple[list[Tensor], list[Tensor]]:
     """The corrections of a rank's layers before and after two steps that change them."""
     options = {**(LAYOUTS[layout].train if layout else ONE_PROCESS), "router_correction_rate": RATE}
@@ -77,6 +87,7 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
         write_config(folder / family, hf_config(family))
     cells = {(family, layout): (2, partial(after_a_step, folder, family, layout)) for family, layout in CASES}
     cells |= {("evened", layout): (2 if layout else 1, partial(corrected, folder, layout)) for layout in ("", *EVENED)}
+    cells |= {("summed", layout): (2 if layout else 1, partial(summed, folder, layout)) for layout in ("", *SUMMED)}
     return launch(cells)
 
 
@@ -94,6 +105,14 @@ def test_decays_and_corrections_are_in_fp32_everywhere(family: str, layout: str,
         else:
             # A bf16 number of this size would not move by less than 1e-2.
             assert ((after - before).abs() - LR).abs().max() < 0.2 * LR
+
+
+@pytest.mark.parametrize("layout", SUMMED)
+def test_gradients_of_decays_are_sums_over_micro_batches(layout: str, found: Launches) -> None:
+    # Catches sums of earlier micro-batches that replicas sum again with each later one.
+    [expected] = found("summed", "")
+    for gradients in found("summed", layout):
+        torch.testing.assert_close(gradients, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("layout", EVENED)

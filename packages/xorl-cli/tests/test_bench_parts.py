@@ -149,7 +149,7 @@ def record_of(*rates: tuple[str, list[float]], more_tokens: int = 0) -> BenchRec
         environment={"gpus": None, "driver": None, "torch": "2.11"},
         work=report.Workload("A", 10**9, 2, 4096.0, 512, 300.5, 1, 4),
         config={
-            "train": {"optimizer": "muon", "enable_compile": True},
+            "train": {"optimizer": "muon", "enable_compile": True, "expert_parallel_size": 2},
             "model": {"attn_implementation": "auto"},
             "lora": {"enable_lora": True, "lora_rank": 8, "lora_target_modules": None, "enable_qlora": False},
         },
@@ -192,7 +192,7 @@ def test_ratios_are_of_medians_and_leave_the_warm_up_out(tmp_path: Path) -> None
     assert text.count("\n## name, ") == 2
     assert "| xorl | 115 [108, 122] |" in text
     assert "| 2.091 x [1.923, 2.100 by round] |" in text
-    assert "optimizer muon" in text
+    assert "; expert_parallel_size 2, optimizer muon" in text
     assert "; peers: torch's fused AdamW, products in bf16. Medians of" in text
     assert "transformers-liger did not run: liger_kernel is not installed." in text
 

@@ -157,6 +157,10 @@ def test_options_that_contradict_each_other_are_refused(options: str, message: s
         ("data.sample_packing_mp_start_method: spawn", "is multipack"),
         ("train.reshard_after_forward: true, train.data_parallel_mode: ddp", "data_parallel_mode is fsdp2"),
         ("train.enable_full_shard: false, train.data_parallel_mode: ddp", "data_parallel_mode is fsdp2"),
+        (
+            "train.ep_outside: true, train.expert_parallel_size: 2, train.data_parallel_mode: ddp",
+            "data_parallel_mode is fsdp2",
+        ),
         ("train.fsdp_collectives: nccl, train.data_parallel_mode: ddp", "data_parallel_mode is fsdp2"),
         ("train.enable_forward_prefetch: false, train.data_parallel_mode: none", "data_parallel_mode is fsdp2"),
         ("model.basic_modules: [mlp], train.data_parallel_mode: none", "data_parallel_mode is fsdp2"),

@@ -138,6 +138,27 @@ def test_adapters_train_less_and_keep_no_states_of_the_base(tmp_path: Path) -> N
     assert lora.seconds["optimizer"] < full.seconds["optimizer"]
 
 
+def test_replicas_share_the_work_of_muon(tmp_path: Path) -> None:
+    # Catches a plan in which each replica orthogonalises all matrices.
+    alone, replicated = (
+        estimated(tmp_path, dims, data_parallel_mode="ddp", optimizer="muon").seconds["optimizer"]
+        - estimated(tmp_path, dims, data_parallel_mode="ddp", optimizer="anyprecision_adamw").seconds["optimizer"]
+        for dims in (ParallelDims(), ParallelDims(dp_replicate=2))
+    )
+    assert replicated == pytest.approx(alone / 2)
+
+
+@pytest.mark.parametrize(("dtype", "num_sums"), [("fp32", 1), ("bf16", 4)])
+def test_replicas_sum_gradients_once_in_a_step_or_in_each_micro_batch(
+    dtype: str, num_sums: int, tmp_path: Path
+) -> None:
+    # Catches an exchange of replicas that is counted for micro-batches after which there is none.
+    train = {"data_parallel_mode": "ddp", "param_dtype": dtype}
+    dims = ParallelDims(dp_replicate=2)
+    one, four = (estimated(tmp_path, dims, gradient_accumulation_steps=count, **train) for count in (1, 4))
+    assert four.seconds["fsdp"] == pytest.approx(num_sums * one.seconds["fsdp"])
+
+
 def test_preferences_with_the_base_as_reference_compute_it_too(tmp_path: Path) -> None:
     # Catches a second forward pass in each step that no plan knows of.
     lora = {"enable_lora": True, "lora_rank": 4}

@@ -322,6 +322,19 @@ def test_replicas_of_shards_keep_the_sum_alone(tmp_path: Path) -> None:
     assert alone / replicated == (2 + 4 + 2) / (2 + 4)
 
 
+def test_experts_that_replicas_divide_have_gradients_only_in_passes(tmp_path: Path) -> None:
+    # Catches gradients of experts that are counted throughout a step, as those in the buckets of replicas are.
+    shape, axes = hf_config("qwen3_moe", num_hidden_layers=4), {"data_parallel_mode": "ddp", "expert_parallel_size": 2}
+    config, dims = config_with(tmp_path, shape=shape, **axes), ParallelDims.resolve("ddp", 2, ep=2)
+    architecture = read_architecture(config.model)
+    held = step_memory.held_bytes(config, architecture, dims)
+    own = step_memory.sketch_of(config, architecture, dims=dims)
+    nbytes = {name: parameter.nbytes for name, parameter in own.named_parameters()}
+    experts = sum(number for name, number in nbytes.items() if ".experts." in name)
+    assert held.parts["gradients"] == sum(nbytes.values()) - experts
+    assert held.gradient_ratio * sum(nbytes.values()) == pytest.approx(experts)
+
+
 def test_stages_and_ranks_that_share_matrices_keep_their_part(tmp_path: Path) -> None:
     # Catches a whole model that is counted for each rank of a pipeline: one that fits is refused.
     config = config_with(tmp_path, data_parallel_mode="none", optimizer="sgd", **BF16)

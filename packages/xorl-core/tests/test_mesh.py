@@ -105,3 +105,9 @@ def test_a_mesh_describes_itself() -> None:
             "  shard the parameters: 0 2 .. 6, 1 3 .. 7, 8 10 .. 14, 9 11 .. 15",
             "  hold copies of the same shard: 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15",
         ]
+    with mesh_of(ParallelDims(dp_replicate=4, ep=4), 3) as mesh:
+        assert mesh.describe().splitlines() == [
+            "mesh of 4 ranks: dp_replicate 4 x ep 4",
+            "  hold copies of the same shard: 0-3",
+            "  share the experts: 0-3",
+        ]

@@ -38,6 +38,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
             "train.fsdp_collectives",
             "train.enable_cpu_offload",
             "train.cp_fsdp_mode",
+            "train.ep_outside",
         ),
         "train.data_parallel_mode",
         "fsdp2",

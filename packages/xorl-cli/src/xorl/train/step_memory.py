@@ -8,6 +8,7 @@ these phases for the whole model. So it accounts for gradients that grow while t
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
@@ -24,6 +25,7 @@ from xorl.core.mesh import ParallelDims
 from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.models.stages import Stage
 from xorl.core.nn.fp8 import Fp8Linear, convert_linears
+from xorl.core.nn.moe import Experts
 from xorl.core.parallel.copy_engine import WINDOW_BYTES
 from xorl.kernels.quant.fp8 import E4M3
 from xorl.lora.prequantized import stored_parameters
@@ -285,11 +287,11 @@ def held_of(
     whole = held if dims.divides_replicas else whole
     parts, grown = _kept_bytes(train, whole, dtypes, dims)
     profiled = KeptDtypes.of(train.model_copy(update={"param_dtype": profiled_param_dtype(config)}), config.lora)
-    ratio = grown / profiled.trained.itemsize / _num_parts(dims) * whole.trained / max(held.trained, 1)
+    ratio = grown / profiled.trained.itemsize / max(held.trained, 1)
     if train.data_parallel_mode != "fsdp2":
         return Held(parts, ratio)
     # All layers but the one that computes and the one gathered ahead.
-    others, encoder = max(1 - 2 / num_layers, 0), encoder or Sizes(0, 0, 0, 0)
+    others, encoder = max(1 - 2 / num_layers, 0), encoder or NO_SIZE
     resharded = others * layers.gathered_bytes + encoder.gathered_bytes
     gathered = held.gathered_bytes - (resharded if train.enable_full_shard else 0)
     # Gradients, whole and on their way: for NCCL in fp32, through copy engines as they are.
@@ -337,7 +339,7 @@ def kept_bytes(config: Config, architecture: Architecture, dims: ParallelDims) -
         sketch = sketch_of(config, architecture, stage, dims if dims.divides_replicas else None)
         whole = Sizes.of(sketch, compute, dtypes.frozen.itemsize)
         parts, grown = _kept_bytes(config.train, whole, dtypes, dims)
-        most = max(most, sum(parts.values()) + whole.trained * grown / _num_parts(dims))
+        most = max(most, sum(parts.values()) + grown)
     return most
 
 
@@ -364,43 +366,46 @@ def sketch_of(
 
 def _kept_bytes(
     train: TrainConfig, whole: Sizes, dtypes: KeptDtypes, dims: ParallelDims
-) -> tuple[dict[str, float], int]:
-    """Bytes that a rank keeps throughout a step, by what they are, and bytes of gradients for each trained parameter
-    that a pass adds.
-    """
+) -> tuple[dict[str, float], float]:
+    """Bytes that a rank keeps throughout a step, by what they are, and bytes of gradients that a pass adds."""
     kept = dtypes.trained.itemsize
     state = kept if train.optimizer == "adamw" else DTYPES[train.optimizer_dtype].itemsize
-    summed, grown = _gradient_bytes(train, dtypes.trained, dims)
+    summed, grown = _gradient_bytes(train, dtypes.trained, whole, dims)
     parts = {
         "parameters": whole.trained * kept + whole.frozen_bytes + whole.fp8_bytes,
-        "gradients": whole.trained * summed,
+        "gradients": summed,
         "optimizer": whole.trained * NUM_STATES[train.optimizer] * state,
     }
-    return {name: num_bytes / _num_parts(dims) for name, num_bytes in parts.items()}, grown
+    return {name: num_bytes / _num_parts(dims) for name, num_bytes in parts.items()}, grown / _num_parts(dims)
 
 
-def _gradient_bytes(train: TrainConfig, dtype: torch.dtype, dims: ParallelDims) -> tuple[int, int]:
-    """For each parameter, bytes of gradients that exist throughout the last pass of a step, and that this pass adds."""
-    is_wide = dtype == torch.float32
+def _gradient_bytes(train: TrainConfig, dtype: torch.dtype, whole: Sizes, dims: ParallelDims) -> tuple[int, int]:
+    """Bytes of gradients that exist throughout the last pass of a step, and that this pass adds."""
     if train.gradient_accumulation_steps == 1:
-        # Buckets of replicas keep the memory of all gradients from step to step.
-        return (dtype.itemsize, 0) if train.data_parallel_mode == "ddp" else (0, dtype.itemsize)
-    if is_wide:
-        return dtype.itemsize, 0
+        # Buckets of replicas keep the memory of their gradients from step to step. Divided experts are in none.
+        own = whole.trained_experts if dims.divides_replicas else 0
+        num_kept = whole.trained - own if train.data_parallel_mode == "ddp" else 0
+        return num_kept * dtype.itemsize, (whole.trained - num_kept) * dtype.itemsize
+    if dtype == torch.float32:
+        return whole.trained * dtype.itemsize, 0
     # Earlier micro-batches are summed in fp32, and the newest gradients are separate until their pass is over. Replicas
     # of shards keep the sum alone: it becomes the gradient once it was exchanged.
     is_hsdp = train.data_parallel_mode == "fsdp2" and dims.num_replicas > 1
-    return torch.float32.itemsize, 0 if is_hsdp else dtype.itemsize
+    return whole.trained * torch.float32.itemsize, 0 if is_hsdp else whole.trained * dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The number of trained parameters, and bytes: of frozen ones as they are kept, of fp8 copies, of all gathered."""
+    """The number of trained parameters, and bytes: of frozen ones as they are kept, of fp8 copies, of all gathered.
+
+    trained_experts: the trained parameters of experts, which `trained` includes.
+    """
 
     trained: int
     frozen_bytes: int
     fp8_bytes: int
     gathered_bytes: int
+    trained_experts: int
 
     @classmethod
     def of(cls, module: nn.Module, compute: int, kept: int) -> Sizes:
@@ -418,20 +423,15 @@ class Sizes:
             frozen += num * (not is_trained)
             fp8 += num * is_copied * E4M3.itemsize
             gathered += num * (E4M3.itemsize if is_copied else compute if is_trained else kept)
-        return cls(trained, frozen * kept + stored_bytes, fp8, gathered + stored_bytes)
+        experts = [parameter for one in module.modules() if isinstance(one, Experts) for parameter in one.parameters()]
+        of_experts = sum(parameter.numel() for parameter in experts if parameter.requires_grad)
+        return cls(trained, frozen * kept + stored_bytes, fp8, gathered + stored_bytes, of_experts)
 
     def __add__(self, other: Sizes) -> Sizes:
-        return Sizes(
-            self.trained + other.trained,
-            self.frozen_bytes + other.frozen_bytes,
-            self.fp8_bytes + other.fp8_bytes,
-            self.gathered_bytes + other.gathered_bytes,
-        )
+        return Sizes(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: Sizes) -> Sizes:
-        return Sizes(
-            self.trained - other.trained,
-            self.frozen_bytes - other.frozen_bytes,
-            self.fp8_bytes - other.fp8_bytes,
-            self.gathered_bytes - other.gathered_bytes,
-        )
+        return Sizes(*map(operator.sub, astuple(self), astuple(other)))
+
+
+NO_SIZE = Sizes(0, 0, 0, 0, 0)

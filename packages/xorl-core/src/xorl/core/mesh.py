@@ -74,8 +74,8 @@ class ParallelDims:
 
     @property
     def used(self) -> str:
-        """The axes of more than one rank and their sizes, for people."""
-        return " x ".join(f"{axis} {size}" for axis in AXES if (size := getattr(self, axis)) > 1)
+        """The axes of more than one rank and their sizes, for people; `ep` last, whose ranks are those of others."""
+        return " x ".join(f"{axis} {size}" for axis in (*AXES, "ep") if (size := getattr(self, axis)) > 1)
 
     @property
     def shard_axes(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
 
+from xorl.config.fields import MODEL_PARALLEL_SIZES
 from xorl.train.bench.kernel_summary import KernelSummary
 from xorl.train.observe.observer import Metrics
 
@@ -235,8 +236,9 @@ def _settings(record: BenchRecord) -> str:
     assert isinstance(train, dict)
     assert isinstance(model, dict)
     assert isinstance(lora, dict)
-    shown = ("data_parallel_mode", "optimizer", "param_dtype", "fp8", "enable_compile", "enable_gradient_checkpointing")
-    settings = [f"{key} {str(train[key]).lower()}" for key in shown if key in train]
+    sizes = [key for key in (*MODEL_PARALLEL_SIZES, "expert_parallel_size") if train.get(key, 1) != 1]
+    shown = ("optimizer", "param_dtype", "fp8", "enable_compile", "enable_gradient_checkpointing")
+    settings = [f"{key} {str(train[key]).lower()}" for key in ("data_parallel_mode", *sizes, *shown) if key in train]
     settings.append(f"attention {model['attn_implementation']}")
     if lora["enable_lora"]:
         settings += [

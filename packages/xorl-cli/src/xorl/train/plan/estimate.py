@@ -32,6 +32,7 @@ from xorl.train.plan.rates import GIB, Rates
 from xorl.train.recompute_choice import USABLE
 from xorl.train.step_memory import (
     IN_FLIGHT,
+    NO_SIZE,
     NUM_STATES,
     Sizes,
     gathered_itemsizes,
@@ -227,7 +228,8 @@ class Estimator:
         """Seconds of a micro-batch that gathers and reductions of gradients cost, and how often units communicate.
 
         Those of a layer run beside the computation of its neighbours: what is longer is exposed, and the rest slows the
-        products beside it. Nothing is beside the first gather and the last reduction.
+        products beside it. Nothing is beside the first gather and the last reduction. Replicas sum gradients in the
+        last micro-batch of a step alone, except under ddp in half precision; the seconds are the mean of all.
         """
         train, links = config.train, self._rates.links
         if train.data_parallel_mode == "none" or dims.num_shards * dims.num_replicas == 1:
@@ -240,7 +242,7 @@ class Estimator:
         keeps = train.pipeline_parallel_size > 1 and not train.enable_full_shard
         share = links.beside_products[transport]
 
-        def times(unit: _Unit) -> tuple[float, float]:
+        def times(unit: _Unit, is_summed: bool) -> tuple[float, float]:
             """Seconds of the gathers, and of the reductions, of a unit in one direction."""
             gathering = sum(
                 links.seconds(gather, ranks, size.gathered_bytes)
@@ -248,7 +250,7 @@ class Estimator:
             )
             reducing = sum(
                 links.seconds(reduce, ranks, size.trained * 2.0 * widening)
-                + links.seconds("all_reduce", replicas, size.trained * 4.0 / ranks)
+                + is_summed * links.seconds("all_reduce", replicas, size.trained * 4.0 / ranks)
                 for ranks, replicas, size in (
                     (dims.num_shards, dims.num_replicas, unit.rest),
                     (dims.num_expert_shards, dims.num_expert_replicas, unit.experts),
@@ -256,19 +258,27 @@ class Estimator:
             )
             return gathering, reducing
 
-        total, sizes = 0.0, self._held_sizes(config, dims, stage)
-        for index, unit in zip(_layers_of(stage), sizes.units, strict=True):
-            gathering, reducing = times(unit)
-            gathering *= 1 / count if keeps else 1
-            computing = [
-                self._work(config, dims, [costs[index]]).gpu_s for costs in (model_pass.forward, model_pass.backward)
-            ]
-            moved = [gathering, reducing + (gathering if train.enable_full_shard else 0.0)]
-            for communicating, beside in zip(moved, computing, strict=True):
-                total += max(communicating - beside, 0.0) + share * min(communicating, beside)
-        total += sum(times(_Unit(sizes.outside, NO_SIZE)))
+        sizes = self._held_sizes(config, dims, stage)
+
+        def exposed(is_summed: bool) -> float:
+            total = sum(times(_Unit(sizes.outside, NO_SIZE), is_summed))
+            for index, unit in zip(_layers_of(stage), sizes.units, strict=True):
+                gathering, reducing = times(unit, is_summed)
+                gathering *= 1 / count if keeps else 1
+                computing = [
+                    self._work(config, dims, [costs[index]]).gpu_s
+                    for costs in (model_pass.forward, model_pass.backward)
+                ]
+                moved = [gathering, reducing + (gathering if train.enable_full_shard else 0.0)]
+                for communicating, beside in zip(moved, computing, strict=True):
+                    total += max(communicating - beside, 0.0) + share * min(communicating, beside)
+            return total
+
         is_sharded = train.data_parallel_mode == "fsdp2"  # torch itself sums the buckets of replicas
-        return total, is_sharded * (len(sizes.units) + 1) * (1 + (dims.ep > 1))
+        is_wide = KeptDtypes.of(train, config.lora).trained == torch.float32
+        num_summed = 1 if is_sharded or is_wide else count
+        mean = (num_summed * exposed(True) + (count - num_summed) * exposed(False)) / count
+        return mean, is_sharded * (len(sizes.units) + 1) * (1 + (dims.ep > 1))
 
     def _held_sizes(self, config: Config, dims: ParallelDims, stage: Stage) -> _HeldSizes:
         """What the ranks that share a stage have together, and what one has of it."""
@@ -330,7 +340,7 @@ class Estimator:
         )
         width = self._architecture.config.hidden_size
         per_flop = self._rates.product_s(width, width, width, "bf16") / (2 * width**3)
-        return seconds + COMPUTED_SHARE * flops * per_flop / (dims.num_shards * dims.tp * dims.pp)
+        return seconds + COMPUTED_SHARE * flops * per_flop / dims.world_size
 
     def _memory(
         self, config: Config, dims: ParallelDims, stages: Sequence[Stage], number: int, model_pass: ModelPass
@@ -426,9 +436,6 @@ def _in_flight(config: Config, stages: Sequence[Stage], number: int, kept: Seque
 
 def _layers_of(stage: Stage) -> list[int]:
     return sorted(index for chunk in stage.chunks for index in chunk)
-
-
-NO_SIZE = Sizes(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)

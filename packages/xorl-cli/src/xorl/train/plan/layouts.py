@@ -147,10 +147,12 @@ def sizes_near(config: Config, num_gpus: int, *, has_experts: bool) -> Iterator[
                     "train.enable_full_shard": full,
                     "train.reshard_after_forward": full,
                 }
-        if sizes == ones and train.data_parallel_mode == "ddp":
-            yield chosen | {"train.data_parallel_mode": "ddp", "train.expert_parallel_size": 1}
-        if sizes == ones and has_experts and num_gpus > 1:
-            yield chosen | {"train.data_parallel_mode": "ddp", "train.expert_parallel_size": num_gpus}
+        if sizes == ones and num_gpus > 1:
+            replicated = chosen | {"train.data_parallel_mode": "ddp"}
+            if train.data_parallel_mode == "ddp":
+                yield replicated | {"train.expert_parallel_size": 1}
+            if has_experts:
+                yield replicated | {"train.expert_parallel_size": num_gpus}
 
 
 def batches(bins_per_step: int, micro_batch_size: int, num_readers: int) -> list[dict[str, int]]:
