@@ -8,6 +8,7 @@ import fcntl
 import gc
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import get_context
@@ -15,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
 
 from ports import free_port
@@ -108,6 +110,7 @@ def _cells(cells: Mapping[Path, Callable[[], object]], rank: int, num_ranks: int
             file.unlink(missing_ok=True)
             try:
                 result = compute()
+                _require_no_models()
             except BaseException:  # noqa: BLE001 - the test shows it
                 torch.save(Failure(f"rank {rank}:\n{traceback.format_exc()}"), file)
                 os._exit(0)
@@ -116,6 +119,14 @@ def _cells(cells: Mapping[Path, Callable[[], object]], rank: int, num_ranks: int
             part.rename(file)
 
     run_rank(compute_all, rank, num_ranks, port, _launch_file(next(iter(cells)), rank))
+
+
+def _require_no_models() -> None:
+    """Raises AssertionError if a model stays in memory after its last use, as by a cycle through C++."""
+    gc.collect()
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    left = Counter(type(each).__name__ for each in modules if next(each.parameters(), None) is not None)
+    assert not left, f"left in memory: {dict(left)}"
 
 
 def run_to_the_end(processes: Sequence[BaseProcess], timeout_s: float = 240) -> list[int]:

@@ -11,6 +11,7 @@ functions.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -99,8 +100,11 @@ def set_gather_hooks(
     implement all of their operations.
     """
     tensor = cast(DTensor, parameter.sharded_param)._local_tensor
-    tensor.fsdp_pre_all_gather = before  # pyright: ignore[reportAttributeAccessIssue]
-    tensor.fsdp_post_all_gather = after  # pyright: ignore[reportAttributeAccessIssue]
+    # The parameter owns the hooks, which may refer to it. It also has a view of the tensor, which holds the tensor in
+    # C++: if the tensor owned them, Python's garbage collector would never find the cycle, and so free no model.
+    parameter.gather_hooks = before, after  # pyright: ignore[reportAttributeAccessIssue]
+    tensor.fsdp_pre_all_gather = weakref.proxy(before)  # pyright: ignore[reportAttributeAccessIssue]
+    tensor.fsdp_post_all_gather = weakref.proxy(after)  # pyright: ignore[reportAttributeAccessIssue]
     parameter._init_extensions()
 
 
