@@ -1,5 +1,6 @@
 """Folders in the temporary one: there as long as anybody uses them, and no longer than until the next one is made."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -83,6 +84,34 @@ def test_what_killed_ranks_of_the_service_left_is_removed(tmp_path: Path, monkey
     with subprocess.Popen(command, stdout=subprocess.PIPE) as ranks:
         assert ranks.stdout.readline() == b"begun\n"
         ranks.kill()
+    assert list(folder.glob("xorl*"))
+    with temporary_folder():
+        pass
+    assert not list(folder.glob("xorl*"))
+
+
+KILLED_VERIFICATION = """
+import os, signal, sys
+from pathlib import Path
+from xorl.cli import verify
+verify.num_gpus = lambda: 0
+verify._Job.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+verify._start(verify._Job(Path(sys.argv[1]), (), 0, is_full=True, with_traceback=False), 1)
+"""
+
+
+def test_what_a_killed_verification_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Would catch the gradients of whole models that pile up.
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"model: {{config_path: none}}\ndata: {{datasets: [{{path: dummy}}]}}\ntrain: {{output_dir: {tmp_path}}}\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", KILLED_VERIFICATION, str(config)], check=False)
+    assert ended.returncode == -signal.SIGKILL
     assert list(folder.glob("xorl*"))
     with temporary_folder():
         pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +17,7 @@ from xorl.cli.train import ConfigPath, TracebackFlag, let_idle_threads_sleep, nu
 from xorl.config import load_config
 from xorl.config.conflicts import check_world_size
 from xorl.host.imports import import_torch
+from xorl.host.temporary import temporary_folder
 
 MODULE = "xorl.cli.verify"
 DIFFERENT = 1
@@ -105,8 +105,7 @@ def _start(job: _Job, nproc_per_node: int | None) -> int:
     with loaded.citing():
         check_world_size(loaded.config, nproc)
     job = _Job(job.path, job.overrides, BINS_PER_RANK * nproc, job.is_full, job.with_traceback)
-    with tempfile.TemporaryDirectory(prefix="xorl_verify_") as temporary:
-        folder = Path(temporary)
+    with temporary_folder() as (folder, _):
         if code := job.run(LAYOUT, folder / LAYOUT, nproc) or job.run(ONE_PROCESS, folder / ONE_PROCESS, 1):
             return code
         from xorl.train import verify  # noqa: PLC0415
