@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from image_models import IMAGE_MODELS
@@ -246,6 +249,23 @@ def faulty(config: Config, fault: Fault = NO_FAULT["none"][0]) -> verify.Result:
     return found
 
 
+def models_before_each(config: Config, dropout: float, folder: Path) -> list[int]:
+    """How many former models are in memory each time that a verification builds one."""
+    build, made, found = verify.build_engine, list[weakref.ref[nn.Module]](), list[int]()
+
+    def build_counted(*arguments: Any) -> Engine:
+        found.append(sum(one() is not None for one in made))
+        engine = build(*arguments)
+        made.append(weakref.ref(engine.model.module))
+        return engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "build_engine", build_counted)
+        patch.setattr(verify.runtime, "shutdown", lambda: None)
+        verify.measure(config, folder, verify.NUM_MICRO_BATCHES, dropout)
+    return found
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
@@ -271,6 +291,8 @@ def found(launch: Launch, folder: Path) -> Launches:
         cells[model, "kept"] = (2, partial(faulty, verify.without_recomputation(dropped)))
         cells[model, "recomputed"] = (2, partial(faulty, dropped))
         cells[model, "recomputed with other masks"] = (2, partial(faulty, dropped, masks_that_differ_when_recomputed))
+        measured = partial(models_before_each, verification.config, verification.dropout, folder / "results")
+        cells[model, "measured"] = (1, measured)
     return launch(cells)
 
 
@@ -292,6 +314,12 @@ def test_masks_that_differ_where_they_must_agree_are_found(model: str, found: La
     kept = found(model, "kept")[0]
     assert verify.compare_dropout(found(model, "recomputed")[0], kept).is_within
     assert not verify.compare_dropout(found(model, "recomputed with other masks")[0], kept).is_within
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_the_variants_of_a_verification_are_in_memory_one_at_a_time(model: str, found: Launches) -> None:
+    # Catches a layout that fits on its devices and whose verification does not.
+    assert found(model, "measured") == [[0, 0, 0]]
 
 
 def test_scalars_are_compared_relative_to_all_of_them() -> None:

@@ -9,6 +9,7 @@ must draw the same masks again: the layout also takes the steps with dropout, on
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
@@ -230,6 +231,7 @@ def measure(config: Config, folder: Path, num_bins: int, dropout: float = 0.0) -
         dropped = with_dropout(config, dropout)
         variants |= {folder / RECOMPUTED: dropped, folder / KEPT: without_recomputation(dropped)}
     for target, variant in variants.items():
+        gc.collect()  # the former model: the modules and states of FSDP2 refer to each other
         mesh = Mesh(parallel_dims(variant, joined.world_size), joined.device.type)
         runtime.seed_everything(variant.train.seed, mesh.losses.rank)
         result = take_steps(build_engine(variant, architecture, mesh, joined.device), variant, architecture, num_bins)
