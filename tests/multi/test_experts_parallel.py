@@ -114,10 +114,12 @@ def test_deepep_is_refused_where_it_cannot_run(tmp_path: Path) -> None:
 def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     # Catches experts that are left over, and ranks that hold none.
     write_models(tmp_path)
-    config = run_config(tmp_path, "qwen3_moe", {"data_parallel_mode": "fsdp2", "expert_parallel_size": 3})
-    architecture = read_architecture(config.model)
-    with pytest.raises(ValueError, match=r"expert_parallel_size: 3 ranks cannot share 4 experts equally; .* is 2"):
-        model_module.check_model(architecture, config.model, config.train, config.lora, torch.device("cpu"))
+    for mode, advice in (("ddp", "start 2, or .* fsdp2"), ("fsdp2", "nearest size that works is 2")):
+        config = run_config(tmp_path, "qwen3_moe", {"data_parallel_mode": mode, "expert_parallel_size": 3})
+        architecture = read_architecture(config.model)
+        message = f"expert_parallel_size: 3 ranks cannot share 4 experts equally; .*{advice}"
+        with pytest.raises(ValueError, match=message):
+            model_module.check_model(architecture, config.model, config.train, config.lora, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"ep: 3 does not divide the 4 ranks .*dp_shard 4"):
         parallel_dims(config, 4)
     for options, message in (

@@ -122,9 +122,12 @@ def check_experts(config: DecoderConfig, train: TrainConfig, options: Mapping[st
     num_experts = min(mixture.num_experts for mixture in mixtures)
     if num_experts % (num_ranks := train.expert_parallel_size):
         works = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
+        nearest = min(works, key=lambda size: (abs(size - num_ranks), size))
+        advice = f"the nearest size that works is {nearest}"
+        if train.data_parallel_mode == "ddp":
+            advice = f"under ddp all ranks share them, so start {nearest}, or set train.data_parallel_mode to fsdp2"
         raise ValueError(
-            f"train.expert_parallel_size: {num_ranks} ranks cannot share {num_experts} experts equally; the nearest "
-            f"size that works is {min(works, key=lambda size: (abs(size - num_ranks), size))}"
+            f"train.expert_parallel_size: {num_ranks} ranks cannot share {num_experts} experts equally; {advice}"
         )
     if train.enable_gradient_checkpointing and train.enable_reentrant:
         raise ValueError(
