@@ -101,7 +101,7 @@ verify._start(verify._Job(Path(sys.argv[1]), (), 0, is_full=True, with_traceback
 
 
 def test_what_a_killed_verification_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Would catch the gradients of whole models that pile up.
+    # Catches gradients of whole models that pile up.
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))

@@ -260,17 +260,18 @@ class Estimator:
 
         sizes = self._held_sizes(config, dims, stage)
 
+        computing = [
+            [self._work(config, dims, [costs[index]]).gpu_s for costs in (model_pass.forward, model_pass.backward)]
+            for index in _layers_of(stage)
+        ]
+
         def exposed(is_summed: bool) -> float:
             total = sum(times(_Unit(sizes.outside, NO_SIZE), is_summed))
-            for index, unit in zip(_layers_of(stage), sizes.units, strict=True):
+            for unit, beside_unit in zip(sizes.units, computing, strict=True):
                 gathering, reducing = times(unit, is_summed)
                 gathering *= 1 / count if keeps else 1
-                computing = [
-                    self._work(config, dims, [costs[index]]).gpu_s
-                    for costs in (model_pass.forward, model_pass.backward)
-                ]
                 moved = [gathering, reducing + (gathering if train.enable_full_shard else 0.0)]
-                for communicating, beside in zip(moved, computing, strict=True):
+                for communicating, beside in zip(moved, beside_unit, strict=True):
                     total += max(communicating - beside, 0.0) + share * min(communicating, beside)
             return total
 
@@ -472,14 +473,14 @@ class _HeldSizes:
         return self.held - self.in_layers
 
     def beside_backward(self, dims: ParallelDims, sent: float, gathered: float) -> tuple[float, float]:
-        """Bytes beside the backward pass of the layers, and at its end, more than at its beginning.
+        """Bytes of communication in the backward pass of the layers, and after it; less than 0 if more is freed.
 
-        The gradients of the layer before, or of the embedding, are on their way: as they are sent, and as fp32 sums.
-        The head is not gathered any more, and at the end nothing is. Replicas sum copies in fp32.
+        Gradients of the previous layer, or of the embedding, are on their way: as they are sent, and as fp32 sums. The
+        head is no longer gathered, and after the pass nothing is. Replicas sum fp32 copies of gradients.
 
         Args:
-            sent: bytes of a gradient that shards are sent.
-            gathered: bytes of parameters that are gathered at the beginning.
+            sent: bytes of a gradient that FSDP2 sends.
+            gathered: bytes of all parameters that are gathered when the pass begins.
         """
         wide = torch.float32.itemsize
         if gathered:
