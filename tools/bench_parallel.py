@@ -67,6 +67,7 @@ class Layout:
     """Ranks that share the experts, and how tokens reach them; ranks that share each matrix; and those of each row.
 
     replicates: each rank holds everything but the experts (ddp) instead of shards of it (fsdp2).
+    graphs: of replicas, each layer is launched as CUDA graphs.
     """
 
     ep: int
@@ -75,6 +76,7 @@ class Layout:
     ulysses: int = 1
     ring: int = 1
     replicates: bool = False
+    graphs: bool = False
 
     @property
     def num_sharing(self) -> int:
@@ -84,7 +86,7 @@ class Layout:
     def __str__(self) -> str:
         parts = [f"ep {self.ep}, {self.dispatch}"] * (self.ep > 1) + [f"tp {self.tp}"] * (self.tp > 1)
         parts += [f"ulysses {self.ulysses}"] * (self.ulysses > 1) + [f"ring {self.ring}"] * (self.ring > 1)
-        parts += ["ddp"] * self.replicates
+        parts += ["ddp"] * self.replicates + ["graphs"] * self.graphs
         return ", ".join(parts) or "fsdp2"
 
 
@@ -154,6 +156,7 @@ def config_of(folder: Path, layout: Layout, options: argparse.Namespace) -> Conf
                 "enable_gradient_checkpointing": options.recompute is not None,
                 **({"recompute_policy": options.recompute} if options.recompute else {}),
                 "enable_compile": options.compile and layout.dispatch != "alltoall",
+                "enable_cuda_graphs": layout.graphs,
                 "max_grad_norm": 1.0,
                 **{name: size for name, size in sizes.items() if size > 1},
             },
@@ -282,6 +285,8 @@ def layouts_of(options: argparse.Namespace) -> Iterator[Layout]:
             yield layout
             if options.replicas and (ep > 1 or layout.num_sharing > layout.tp):
                 yield replace(layout, replicates=True)
+                if options.graphs:
+                    yield replace(layout, replicates=True, graphs=True)
 
 
 def print_tables(rows: Sequence[Row], options: argparse.Namespace, shape: str) -> None:
@@ -310,6 +315,7 @@ def main() -> None:
     parser.add_argument("--ring", type=int, nargs="+", default=[1])
     parser.add_argument("--dispatch", nargs="+", default=["alltoall", "allgather"])
     parser.add_argument("--replicas", action="store_true", help="also with everything but the experts on each rank")
+    parser.add_argument("--graphs", action="store_true", help="and these with each layer in CUDA graphs")
     parser.add_argument(
         "--num-tokens", type=int, nargs="+", default=[512], help="of the rows that a rank reads at once"
     )

@@ -66,6 +66,7 @@ LORA = "lora.enable_lora: true"
 STREAM = "data.streaming: true, train.max_steps: 3"
 RANDOM = "model.model_path: null, model.config_path: c"
 PLAIN = "train.enable_gradient_checkpointing: false"
+GRAPHS = "train.enable_cuda_graphs: true, train.data_parallel_mode: ddp, train.enable_compile: true"
 
 
 @pytest.mark.parametrize(
@@ -172,6 +173,16 @@ def test_options_that_contradict_each_other_are_refused(options: str, message: s
         ("train.optimizer_dtype: fp32", "is anyprecision_adamw or muon"),
         ("train.muon_momentum: 0.5, train.optimizer: sgd", "optimizer is muon"),
         ("train.activation_gpu_limit: 2.0", "enable_activation_offload is true"),
+        ("train.enable_cuda_graphs: true, train.enable_compile: true", "data_parallel_mode is ddp or none"),
+        ("train.enable_cuda_graphs: true, train.data_parallel_mode: ddp", "enable_compile is true"),
+        (f"{GRAPHS}, train.recompute_policy: operation", "is true, for whole layers and for all of them"),
+        (f"{GRAPHS}, train.recompute_num_layers: 1", "is true, for whole layers and for all of them"),
+        (f"{GRAPHS}, train.fp8: rowwise", "train.fp8 is none"),
+        (f"{GRAPHS}, train.enable_activation_offload: true", "enable_activation_offload is false"),
+        (f"{GRAPHS}, train.ringattn_parallel_size: 2", "ringattn_parallel_size is 1"),
+        (f"{GRAPHS}, model.attn_implementation: sdpa", "attn_implementation is auto, flash_attention_2"),
+        (f"{GRAPHS}, model.moe_implementation: eager", "moe_implementation is null, quack"),
+        (f"{GRAPHS}, {LORA}", "lora.enable_lora is false"),
         ("train.enable_activation_offload: true, train.recompute_policy: auto", "auto chooses it"),
         ("train.recompute_num_layers: 2, train.recompute_policy: auto", "auto chooses it"),
         (f"train.recompute_num_layers: 2, {PLAIN}", "enable_gradient_checkpointing is true"),

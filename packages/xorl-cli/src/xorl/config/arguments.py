@@ -37,6 +37,7 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "buffer_bytes": "model.deepep_buffer_size_gb",
         "compile_backend": "train.enable_compile",
         "cpu_offload": "train.enable_cpu_offload",
+        "cuda_graphs": "train.enable_cuda_graphs",
         "data_parallel_mode": "train.data_parallel_mode",
         "ep": "train.expert_parallel_size",
         "fp8": "train.fp8",

@@ -261,6 +261,15 @@ class LocalMemoryFields(MemoryFields):
         "are needed first. The activations of the last layer and of the layer being computed stay on the GPU in "
         "addition. 0 means none.",
     )
+    enable_cuda_graphs: bool = Field(
+        default=False,
+        description="Launch the forward and the backward pass of a layer as one CUDA graph each, not kernel by kernel. "
+        "It pays where the host takes longer to launch a layer than the GPU to compute it: for a mixture of experts "
+        "with up to about 8,192 tokens a GPU, or where Ulysses ranks share rows. Rows share graphs if they have equal "
+        "numbers of tokens, and if the number of documents and the length of the longest round up to the same powers "
+        "of two; set data.pad_to_multiple_of to data.sample_packing_sequence_len to make all rows equally long. Needs "
+        "a GPU, flash attention, and parameters that stay in place, as they do under ddp and on one GPU.",
+    )
     enable_full_determinism: bool = Field(
         default=False,
         description="Use only deterministic kernels, so that a run repeats bit for bit; slower. Needs "

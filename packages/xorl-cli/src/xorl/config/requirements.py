@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from xorl.config.entries import DatasetEntryConfig
 from xorl.config.fields import Section
+from xorl.config.graphs import GRAPH_REQUIREMENTS
 from xorl.config.local import Config
 from xorl.config.lora_conflicts import KIND_OF_ADAPTER
 from xorl.config.options import ENTRIES, entries_of
@@ -113,6 +114,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "null or [self_attn] (mlp recomputes experts as a whole)",
         lambda config: "mlp" not in (config.train.recompute_modules or ()),
     ),
+    *GRAPH_REQUIREMENTS,
     Requirement(
         ("train.activation_gpu_limit",),
         "train.enable_activation_offload",

@@ -365,6 +365,8 @@ def _require_device(train: TrainConfig, device: torch.device) -> None:
             raise ValueError(
                 f"train.{option}: the model trains on the CPU, so everything is in host memory already; set it to false"
             )
+    if train.enable_cuda_graphs and device.type != "cuda":
+        raise ValueError("train.enable_cuda_graphs: the model trains on the CPU; set it to false")
     if train.fp8 != "none" and (refusal := fp8_refusal(device)) is not None:
         raise ValueError(f"train.fp8: {train.fp8} cannot run here: {refusal}; use none")
 
@@ -386,6 +388,7 @@ def parallel_policy(model: ModelConfig, train: TrainConfig) -> ParallelPolicy:
         reentrant_recompute=train.enable_reentrant,
         compile_backend="inductor" if train.enable_compile else None,
         activation_offload_limit=train.activation_gpu_limit * 1e9 if train.enable_activation_offload else None,
+        cuda_graphs=train.enable_cuda_graphs,
     )
 
 

@@ -39,10 +39,12 @@ def part_among(
 
 
 def among_ranks(layout: SequenceLayout, mesh: Mesh) -> SequenceLayout:
-    """The layout with the largest number of tokens of a rank, which the hosts tell each other. Collective."""
-    most = torch.tensor(layout.rows.num_tokens)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.loss.group)
-    among = layout.rows.among(int(most))
+    """The layout with the largest sizes of rows of a rank, which the hosts tell each other. Collective."""
+    num_tokens, whole = layout.rows.num_tokens, layout.whole
+    sizes = torch.tensor([num_tokens, -num_tokens, len(whole.lengths), whole.max_seqlen])
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=mesh.loss.group)
+    most, minus_fewest, *largest = sizes.tolist()
+    among = layout.rows.among(most, tuple(largest) if most == -minus_fewest else None)
     return among if layout.rows is layout else layout.with_rows(among)
 
 

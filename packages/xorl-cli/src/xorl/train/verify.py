@@ -145,7 +145,7 @@ class Verification:
         cut = {} if is_full else _cut(architecture, train)
         attention = "auto" if model.attn_implementation.startswith("flash_attention") else model.attn_implementation
         replaced: dict[str, dict[str, object]] = {
-            "train": {"enable_mixed_precision": False, "fp8": "none"},
+            "train": {"enable_mixed_precision": False, "fp8": "none", "enable_cuda_graphs": False},
             "lora": {"lora_dropout": 0.0, "sweep": [], "enable_aqn": False},
             "model": {"attn_implementation": attention, "recurrence_implementation": "auto"},
         }

@@ -1,9 +1,10 @@
-"""CUDA graphs inside operators: the host launches all kernels of a function at once instead of one by one."""
+"""CUDA graphs: the host launches all kernels of a function at once instead of one by one."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -40,6 +41,47 @@ def reset_all() -> None:
     _all.clear()
 
 
+class GraphMemory:
+    """What graphs share: the memory of what they compute, and the stream on which they are captured.
+
+    So a call must end before the next begins, which holds on one stream, and what is kept must be copied.
+    """
+
+    def __init__(self) -> None:
+        self._first: torch.cuda.CUDAGraph | None = None
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
+
+    @contextmanager
+    def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Context manager: the graph of the kernels that are launched inside, which do not run yet."""
+        graph, outer = new_graph(), torch.cuda.current_stream()
+        self._stream.wait_stream(outer)
+        with torch.cuda.stream(self._stream):
+            pool = None if self._first is None else self._first.pool()
+            # NCCL's watchdog queries events from its own thread.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield graph
+            except BaseException:
+                with suppress(RuntimeError):  # which would hide the cause
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        outer.wait_stream(self._stream)
+        if self._first is None:
+            self._first = graph
+
+    def place_of(self, tensor: Tensor) -> Tensor:
+        """A tensor that reads the memory of a contiguous one without keeping it from being used otherwise."""
+        if not tensor.numel():
+            return tensor
+        place = torch.as_tensor(_Place(tensor), device=tensor.device)
+        return place.view(tensor.dtype).view(tensor.shape)
+
+
 @dataclass(frozen=True)
 class _Captured:
     """A graph with the inputs that it reads and the outputs that it writes, in memory of the graphs."""
@@ -52,18 +94,19 @@ class _Captured:
 class Graphs:
     """Captures a function at its second call with the same sizes, and replays it from then on.
 
-    All graphs share the memory of their intermediate values and outputs, so a call must end before the next begins,
-    which holds on one stream. Outputs are therefore copied. A function may communicate: ranks that make the same calls
-    capture at the same ones.
+    A function may communicate: ranks that make the same calls capture at the same ones.
 
     Attributes:
+        is_on: whether to capture and replay; not inside other graphs.
         number: identifies this object to operators (`graphs_of`), whose arguments cannot be objects.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
         _by_number[self.number] = self
+        self.is_on = True
         self._calls: Counter[Hashable] = Counter()
+        self._memory = GraphMemory()
         self._captured: dict[Hashable, _Captured] = {}
         # By the sizes of the inputs that are copied.
         self._inputs: dict[Hashable, list[Tensor]] = {}
@@ -84,6 +127,8 @@ class Graphs:
             fixed: inputs that a graph reads in place, such as parameters. Each set of addresses needs a graph.
             constants: everything else in which calls may differ.
         """
+        if not self.is_on:
+            return compute(*copied, *fixed)
         sizes = constants, tuple((each.shape, each.dtype) for each in copied)
         key = sizes, tuple((each.data_ptr(), each.shape, each.dtype) for each in fixed)
         captured = self._captured.get(key)
@@ -95,31 +140,18 @@ class Graphs:
                 self._inputs[sizes] = [torch.empty_like(each) for each in copied]
             if len(self._captured) >= MAX_GRAPHS:
                 self._captured.clear()
+                self._memory = GraphMemory()
             captured = self._captured[key] = self._capture(compute, self._inputs[sizes], fixed)
         for place, given in zip(captured.inputs, copied, strict=True):
             place.copy_(given)
         captured.graph.replay()
         return tuple(each.clone() for each in captured.outputs)
 
-    @cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()
-
     def _capture(self, compute: Compute, inputs: Sequence[Tensor], fixed: Sequence[Tensor]) -> _Captured:
-        graph, outer = new_graph(), torch.cuda.current_stream()
-        # The first graph makes the memory that the others share.
-        first = next(iter(self._captured.values()), None)
-        self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
-            # NCCL's watchdog queries events from its own thread.
-            graph.capture_begin(pool=None if first is None else first.graph.pool(), capture_error_mode="thread_local")
-            try:
-                outputs = [each.contiguous() for each in compute(*inputs, *fixed)]
-            finally:
-                graph.capture_end()
-        outer.wait_stream(self._stream)
+        with self._memory.capture() as graph:
+            outputs = [each.contiguous() for each in compute(*inputs, *fixed)]
         # The memory of the outputs is free for the graphs that are captured next, as that of everything in between is.
-        return _Captured(graph, inputs, [_at_same_place(each) for each in outputs])
+        return _Captured(graph, inputs, [self._memory.place_of(each) for each in outputs])
 
 
 def graphs_of(number: int) -> Graphs:
@@ -138,11 +170,3 @@ class _Place:
             "data": (tensor.data_ptr(), False),
             "version": 3,
         }
-
-
-def _at_same_place(tensor: Tensor) -> Tensor:
-    """A tensor that reads the memory of a contiguous one without keeping it from being used otherwise."""
-    if not tensor.numel():
-        return tensor
-    place = torch.as_tensor(_Place(tensor), device=tensor.device)
-    return place.view(tensor.dtype).view(tensor.shape)

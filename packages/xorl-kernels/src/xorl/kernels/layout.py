@@ -1,12 +1,13 @@
 """The layout of a packed row: where each document begins and ends, and each token's position in its document."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from itertools import accumulate
 from typing import NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from xorl.kernels.arguments import as_integers, is_readable
 from xorl.kernels.torch_private import maybe_mark_dynamic
@@ -40,6 +41,7 @@ class SequenceLayout:
     num_trained: Tensor | None = None
     # Only its length counts: the compiler would make a constant of a number.
     _most: Tensor | None = None
+    _largest: tuple[int, int] | None = None
     _outer: "SequenceLayout | None" = None
 
     def __init__(
@@ -106,11 +108,14 @@ class SequenceLayout:
         """The largest number of tokens of a rank in this pass; None if this rank does not know it."""
         return None if self._most is None else self._most.shape[0]
 
-    def among(self, most_tokens: int) -> Self:
-        """The same layout for a pass in which no rank has more than `most_tokens`, which must be equal on all ranks."""
+    def among(self, most_tokens: int, largest: tuple[int, int] | None = None) -> Self:
+        """The same layout for a pass in which no rank has more than `most_tokens`; arguments are equal on all ranks.
+
+        largest: if all have as many tokens, the largest number of documents and of tokens of a document.
+        """
         assert most_tokens >= self.num_tokens, f"this rank has {self.num_tokens} tokens, more than {most_tokens}"
         layout = copy(self)
-        layout._most = torch.empty(most_tokens, 0)
+        layout._most, layout._largest = torch.empty(most_tokens, 0), largest
         return layout
 
     @property
@@ -138,6 +143,45 @@ class SequenceLayout:
         (whole,) = parts
         return whole
 
+    def device_tensors(self) -> list[Tensor]:
+        """The tensors on the device, those of the whole row and of `rows` included."""
+        own = [self.cu_seqlens, self.positions, *([] if self.num_real is None else [self.num_real])]
+        others = [layout for layout in (self.rows, self.whole) if layout is not self]
+        return own + [tensor for layout in others for tensor in layout.device_tensors()]
+
+    def with_device_tensors(self, tensors: Iterator[Tensor]) -> Self:
+        """The same layout with these instead of `device_tensors`."""
+        layout = copy(self)
+        layout.cu_seqlens, layout.positions = next(tensors), next(tensors)
+        if self.num_real is not None:
+            layout.num_real = next(tensors)
+        return layout if self._outer is None else layout.with_rows(self._outer.with_device_tensors(tensors))
+
+    def rounded(self) -> Self | None:
+        """The row padded with empty documents, so that rows with about as many documents have the same shapes.
+
+        The number of documents and `max_seqlen` become powers of two, and `offsets` those of other documents: for
+        kernels that read the documents on the device, and on the host nothing but these two numbers. They are equal on
+        all ranks of `among`. None if these ranks have different numbers of tokens, and for a ring, whose ranks read all
+        lengths.
+        """
+        whole = self.whole
+        most_documents, longest = len(whole.lengths), whole.max_seqlen
+        if self.rows._most is not None:
+            if self.rows._largest is None:
+                return None
+            most_documents, longest = self.rows._largest
+        if not longest:
+            return None
+        return self._with_room(_power_of_2(most_documents), min(_power_of_2(longest), whole.num_tokens))
+
+    def _with_room(self, num_documents: int, longest: int) -> Self:
+        layout = copy(self)
+        layout.cu_seqlens = F.pad(self.cu_seqlens, (0, num_documents - len(self.lengths)), value=self.num_tokens)
+        layout.offsets = (torch.arange(num_documents + 1, device="cpu") * longest).clamp(max=self.num_tokens)
+        layout.max_seqlen = longest
+        return layout if self._outer is None else layout.with_rows(self._outer._with_room(num_documents, longest))
+
     def of_layer(self, index: int) -> "SequenceLayout":
         """The layout to pass to the layer with this index. Returns `self`; `CachedLayout` selects the layer's cache."""
         return self
@@ -155,7 +199,7 @@ class SequenceLayout:
 
     def _with_others(self, moved: LayoutT, device: torch.device | str, *, non_blocking: bool) -> LayoutT:
         """`moved`, the layout itself on another device, with what else belongs to this one."""
-        moved = moved if self.most_tokens is None else moved.among(self.most_tokens)
+        moved = moved if self.most_tokens is None else moved.among(self.most_tokens, self._largest)
         return moved if self._outer is None else moved.with_rows(self._outer.to(device, non_blocking=non_blocking))
 
 
@@ -185,6 +229,11 @@ def _positions_of(lengths: tuple[int, ...]) -> Tensor:
     sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     starts = sizes.cumsum(0) - sizes
     return torch.arange(sum(lengths), device="cpu") - starts.repeat_interleave(sizes)
+
+
+def _power_of_2(number: int) -> int:
+    """The smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
 
 
 class RankGroup(NamedTuple):
@@ -241,6 +290,21 @@ class ShardedLayout(SequenceLayout):
     def whole(self) -> SequenceLayout:
         """The layout of the whole row."""
         return self._whole
+
+    def with_device_tensors(self, tensors: Iterator[Tensor]) -> Self:
+        """As `SequenceLayout.with_device_tensors`."""
+        layout = super().with_device_tensors(tensors)
+        layout._whole = self._whole.with_device_tensors(tensors)
+        return layout
+
+    def rounded(self) -> Self | None:
+        """As `SequenceLayout.rounded`."""
+        return None if self.ring.size > 1 else super().rounded()
+
+    def _with_room(self, num_documents: int, longest: int) -> Self:
+        layout = super()._with_room(num_documents, longest)
+        layout._whole = self._whole._with_room(num_documents, longest)
+        return layout
 
     @property
     def is_first(self) -> bool:

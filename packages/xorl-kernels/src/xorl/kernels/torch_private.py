@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "SCALED_PRODUCT",
     "OpOverload",
     "TorchDispatchMode",
+    "TreeSpec",
     "UncompiledDispatchMode",
     "add_tensor_",
     "all_gather",
@@ -54,7 +55,9 @@ __all__ = [
     "scaled_mm",
     "start_all_to_all",
     "storage_key",
+    "tree_flatten",
     "tree_leaves",
+    "tree_unflatten",
     "wait_tensor",
 ]
 

@@ -190,7 +190,9 @@ def _computation(startup: Startup) -> str:
     if train.expert_parallel_size > 1:
         name = dispatch_name(startup.architecture.config, config.model, train.expert_parallel_size)
         line += f", tokens sent to experts by {name}"
-    return f"{line}, compiled" if train.enable_compile else line
+    if train.enable_compile:
+        line += ", compiled"
+    return f"{line}, in CUDA graphs" if train.enable_cuda_graphs else line
 
 
 def _pipeline(startup: Startup) -> str:

@@ -30,6 +30,7 @@ NOTABLE = 0.1
 MAX_GPUS = 8
 UNPLANNED = {
     "train.enable_cpu_offload": "parameters in host memory",
+    "train.enable_cuda_graphs": "layers in CUDA graphs",
     "lora.sweep": "a sweep; plan one of its members",
 }
 

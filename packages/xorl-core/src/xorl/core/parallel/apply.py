@@ -32,13 +32,15 @@ from xorl.core.parallel.fsdp import (
     sharding_units,
     uses_copy_engines,
 )
+from xorl.core.parallel.graphed import LayerGraphs, graphs_refusal, kernels_refusal
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.parallel.shares import Shares
 from xorl.core.parallel.stored import gather_as_stored
 from xorl.core.torch_private import allow_integer_parameters, reset_reducer, reset_units, without_streams
 from xorl.kernels.arguments import check_choice, check_floating, check_number, check_type
 
-_FLAGS = ("reshard_after_forward", "forward_prefetch", "cpu_offload", "recompute_experts", "reentrant_recompute")
+_FLAGS = ("reshard_after_forward", "forward_prefetch", "cpu_offload", "cuda_graphs")
+_FLAGS += ("recompute_experts", "reentrant_recompute")
 # A second call would reduce gradients twice, or nest recomputation.
 _PARALLELIZED: WeakSet[nn.Module] = WeakSet()
 
@@ -68,6 +70,7 @@ class ParallelPolicy:
         compile_backend: compile every layer with this backend; None compiles nothing.
         activation_offload_limit: offload activations saved for the backward pass to host memory, except for the last
             ones, up to this many bytes; None offloads nothing.
+        cuda_graphs: launch each layer, which is one of a `Decoder`, as two CUDA graphs, one for each pass.
     """
 
     data_parallel_mode: DataParallelMode = "fsdp2"
@@ -84,6 +87,7 @@ class ParallelPolicy:
     reentrant_recompute: bool = False
     compile_backend: CompileBackend | None = None
     activation_offload_limit: float | None = None
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         for flag in _FLAGS:
@@ -109,11 +113,21 @@ class ParallelPolicy:
             raise ValueError('reentrant_recompute: works for layers and modules, not for recompute="operation"')
         if not callable(self.compile_backend) and self.compile_backend is not None:
             check_choice("compile_backend", self.compile_backend, Literal["inductor", "aot_eager", "eager"])
+        if self.cuda_graphs:
+            self._check_graphs()
         if self.cpu_offload and self.data_parallel_mode != "fsdp2":
             raise ValueError(
                 f"cpu_offload: needs sharded parameters, but data_parallel_mode is {self.data_parallel_mode}: use "
                 "fsdp2, which also works in one process"
             )
+
+    def _check_graphs(self) -> None:
+        if self.data_parallel_mode == "fsdp2":
+            raise ValueError("cuda_graphs: need parameters that stay in place, which fsdp2 gathers: use ddp or none")
+        if self.recompute != "layer" or self.recompute_num_layers is not None or self.compile_backend is None:
+            raise ValueError('cuda_graphs: need layers that are compiled, all of them with recompute="layer"')
+        if self.fp8 != "none" or self.activation_offload_limit is not None:
+            raise ValueError("cuda_graphs: cannot contain what fp8 or activation_offload_limit do between layers")
 
 
 @dataclass(frozen=True)
@@ -275,7 +289,7 @@ def parallelize(
     1. Convert linear layers and experts to fp8.
     2. Set up recomputation inside the layers.
     3. Compile the layers, including the fp8 products and the recomputation.
-    4. Offload the activations that layers save; a compiled graph cannot contain this.
+    4. Put the layers into CUDA graphs, or offload the activations that they save; a compiled graph cannot contain this.
     5. Shard or replicate around the layers, so that a recomputed forward runs while its unit's parameters are gathered.
 
     Parameters on the meta device get memory on `device` after sharding, for this rank's part only. `fill` then sets
@@ -292,6 +306,7 @@ def parallelize(
     """
     device = torch.device(device)
     check_parallelizable(model, policy, device.type)
+    _check_kernels(model, policy)
     _check_mesh(mesh, policy, device, alone=alone)
     _check_fill(model, fill)
     _PARALLELIZED.add(model)
@@ -300,6 +315,8 @@ def parallelize(
     convert_and_recompute_(model, policy, device.type)
     if policy.compile_backend is not None:
         compile_layers(list(layers), backend=policy.compile_backend, device_type=device.type)
+    if policy.cuda_graphs:
+        LayerGraphs().install(list(layers))
     if policy.activation_offload_limit is not None:
         ActivationOffload(device, limit_bytes=policy.activation_offload_limit).install(list(layers))
     if policy.data_parallel_mode == "fsdp2":
@@ -353,6 +370,11 @@ def convert_and_recompute_(model: nn.Module, policy: ParallelPolicy, device_type
         reentrant=policy.reentrant_recompute,
         compiled=policy.compile_backend is not None,
     )
+
+
+def _check_kernels(model: nn.Module, policy: ParallelPolicy) -> None:
+    if policy.cuda_graphs and (refusal := kernels_refusal(layers_of(model))) is not None:
+        raise ValueError(f"cuda_graphs: {refusal}")
 
 
 def _check_mesh(mesh: Mesh, policy: ParallelPolicy, device: torch.device, *, alone: bool) -> None:
@@ -409,6 +431,8 @@ def check_parallelizable(model: nn.Module, policy: ParallelPolicy, device_type: 
         check_experts(layers, device_type)
     if policy.compile_backend is not None:
         require_compiler(policy.compile_backend, device_type)
+    if policy.cuda_graphs and (refusal := graphs_refusal(layers)) is not None:
+        raise ValueError(f"cuda_graphs: {refusal}")
     if policy.data_parallel_mode != "fsdp2":
         return
     if policy.collectives != "auto" and device_type != "cuda":

@@ -62,7 +62,7 @@ def flash2_backward(
 
 
 flash_attention_2 = PackedAttention(
-    "flash_attention_2", flash2_forward, split_by_heads(flash2_backward), caps_scores=True
+    "flash_attention_2", flash2_forward, split_by_heads(flash2_backward), caps_scores=True, reads_lengths=False
 )
 
 

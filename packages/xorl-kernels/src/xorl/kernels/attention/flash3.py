@@ -87,7 +87,9 @@ def flash3_backward(
     return grad_q, grad_k, grad_v
 
 
-flash_attention_3 = PackedAttention("flash_attention_3", flash3_forward, flash3_backward, caps_scores=True)
+flash_attention_3 = PackedAttention(
+    "flash_attention_3", flash3_forward, flash3_backward, caps_scores=True, reads_lengths=False
+)
 
 
 def _options(documents: Documents, key_documents: Documents, spec: AttentionSpec) -> dict[str, object]:

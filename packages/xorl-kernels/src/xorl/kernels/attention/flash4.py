@@ -59,7 +59,9 @@ def flash4_backward(
     )
 
 
-flash_attention_4 = PackedAttention("flash_attention_4", flash4_forward, flash4_backward, caps_scores=True)
+flash_attention_4 = PackedAttention(
+    "flash_attention_4", flash4_forward, flash4_backward, caps_scores=True, reads_lengths=False
+)
 
 
 def _options(documents: Documents, key_documents: Documents, spec: AttentionSpec) -> dict[str, object]:

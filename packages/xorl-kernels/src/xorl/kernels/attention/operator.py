@@ -43,6 +43,8 @@ class PackedAttention:
         caps_scores: whether both kernels apply `AttentionSpec.softcap`; also an attribute.
         takes_any_values: whether both kernels take values whose heads have other numbers of channels than keys. For
             others, the narrower ones are padded with zeros.
+        reads_lengths: whether the host reads more of the documents than their number and the length of the longest;
+            also an attribute. If not, one CUDA graph serves rows of other documents. In rings, all do.
 
     Raises ValueError for a name that is taken, and kernels that cannot be called.
     """
@@ -55,6 +57,7 @@ class PackedAttention:
         *,
         caps_scores: bool = False,
         takes_any_values: bool = False,
+        reads_lengths: bool = True,
     ) -> None:
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"name must be an identifier, such as 'my_attention'; got {name!r}")
@@ -65,6 +68,7 @@ class PackedAttention:
         self.name = name
         self.forward, self.backward, self.caps_scores = forward, backward, caps_scores
         self.takes_any_values = takes_any_values
+        self.reads_lengths = reads_lengths
         self._operator = _define(name, forward, backward)
         self._ring_operator = define_ring(name, forward, backward)
         _count_flops(name)
