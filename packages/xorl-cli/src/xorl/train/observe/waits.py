@@ -94,7 +94,8 @@ def diagnosis(ranks: Sequence[StepWaits], *, is_sharded: bool) -> str | None:
         if slowest.lead < SHORT_LEAD * slowest.time:
             return (
                 f"{found}: its GPU waits for the host to launch work; try more tokens in a micro-batch "
-                "(train.micro_batch_size), train.enable_compile: true, or fewer other processes on its cores"
+                "(train.micro_batch_size), train.enable_compile: true, train.enable_cuda_graphs: true with ddp, "
+                "or fewer other processes on its cores"
             )
         return (
             f"{found}: check the clocks, temperature and other processes of its GPU (nvidia-smi -q -d PERFORMANCE), "

@@ -359,7 +359,9 @@ def _without_empty(returned: object, num_documents: int) -> object:
     if not isinstance(returned, tuple):
         return returned
     hidden, routes = returned
-    sums = routes.sums and Routing(*(each[:num_documents] for each in routes.sums))
+    if routes.sums is None or len(routes.sums[0]) == num_documents:
+        return returned
+    sums = Routing(*(each[:num_documents] for each in routes.sums))
     replayed = None if routes.replayed is None else routes.replayed[:num_documents]
     return hidden, LayerRoutes(routes.ids, sums, replayed)
 
