@@ -47,9 +47,10 @@ def models_of(config: dict) -> tuple[Decoder, Decoder, LayerGraphs]:
         device_attention, device_type="cpu", dtype=torch.float32, compiled=True, native=(), cast_bf16=False
     )
     plain, model = (tiny_decoder(config, kernels=kernels) for _ in range(2))
+    compiler = backend()
     for each in (plain, model):
         recompute_layers(each.layers, "layer", reentrant=False, compiled=True)
-        compile_layers(list(each.layers), backend=backend(), device_type="cpu")
+        compile_layers(list(each.layers), backend=compiler, device_type="cpu")
     graphs = LayerGraphs()
     graphs.install(list(model.layers))
     return plain, model, graphs
