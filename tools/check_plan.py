@@ -89,10 +89,10 @@ MEASURED = (
         85.4,
         {**LAYERS, "train.enable_activation_offload": "true"},
     ),
-    Measured("8B, fsdp, layers", "qwen3-8b", "h200", 8192, 34822, 18.6, LAYERS, 4),
-    Measured("8B, fsdp, 2 rows, layers", "qwen3-8b", "h200", 8192, 35370, 22.2, LAYERS, 4, 2),
+    Measured("8B, fsdp, layers", "qwen3-8b", "h200", 8192, 34722, 18.6, LAYERS, 4),
+    Measured("8B, fsdp, 2 rows, layers", "qwen3-8b", "h200", 8192, 35662, 22.2, LAYERS, 4, 2),
     Measured(
-        "8B, fsdp, layers, fp32", "qwen3-8b", "h200", 8192, 34607, 33.4, {**LAYERS, "train.param_dtype": "fp32"}, 4
+        "8B, fsdp, layers, fp32", "qwen3-8b", "h200", 8192, 34533, 33.4, {**LAYERS, "train.param_dtype": "fp32"}, 4
     ),
     Measured("8B, fsdp, fp32", "qwen3-8b", "h200", 8192, 42771, 90.9, {"train.param_dtype": "fp32"}, 4, 2),
     Measured("8B, fsdp, layers", "qwen3-8b", "h100", 8192, 33697, None, LAYERS, 4),
@@ -148,7 +148,7 @@ MEASURED = (
         4,
         4,
     ),
-    Measured("30B-A3B, fsdp, 4 rows", "qwen3-30b-a3b", "h200", 4096, 52878, 63.8, LAYERS, 4, 4),
+    Measured("30B-A3B, fsdp, 4 rows", "qwen3-30b-a3b", "h200", 4096, 50776, 63.8, LAYERS, 4, 4),
     Measured(
         "30B-A3B, ep 4, 1 row",
         "qwen3-30b-a3b",
@@ -186,7 +186,7 @@ MEASURED = (
         "qwen3-30b-a3b",
         "h200",
         4096,
-        39110,
+        31655,
         69.5,
         {**LAYERS, **REPLICAS, **_axes(expert=4), "model.ep_dispatch": "allgather"},
         4,
@@ -196,7 +196,7 @@ MEASURED = (
         "qwen3-30b-a3b",
         "h200",
         4096,
-        52433,
+        52503,
         71.2,
         {**LAYERS, **REPLICAS, **_axes(expert=4), "model.ep_dispatch": "allgather"},
         4,

@@ -37,7 +37,7 @@ MODELS = {
         "qwen3_moe", **SHAPE, num_key_value_heads=2, moe_intermediate_size=128, num_experts=16, mlp_only_layers=[0]
     ),
 }
-# Rows of one size: the numbers of documents round to 4 or 8, and the longest to 128 or 256.
+# Rows of 256 tokens; the numbers of documents round to 1, 4 or 8, and the longest to 128 or 256.
 ROWS = [[100, 90, 66], [128, 100, 28], [70, 120, 66], [30, 30, 30, 40, 60, 66], [200, 40, 16], [80, 100, 76], [256]]
 
 
@@ -96,7 +96,7 @@ def test_steps_in_graphs_are_those_of_launched_layers(
     # The backward pass of FlashAttention adds up in any order.
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
     torch.testing.assert_close(found[:2], expected[:2], rtol=1e-3, atol=1e-4)
-    # Three layers, and rows of 4 and 8 documents, of up to 128 and 256 tokens.
+    # Three layers, which are captured for rows of 1, 4 and 8 documents, of up to 128 and 256 tokens.
     assert 3 <= len(made[0]) <= 3 * 5
 
 

@@ -94,17 +94,16 @@ class _Captured:
 class Graphs:
     """Captures a function at its second call with the same sizes, and replays it from then on.
 
-    A function may communicate: ranks that make the same calls capture at the same ones.
+    A function may communicate: ranks that make the same calls capture at the same ones. Inside another capture, it is
+    a part of that one.
 
     Attributes:
-        is_on: whether to capture and replay; not inside other graphs.
         number: identifies this object to operators (`graphs_of`), whose arguments cannot be objects.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
         _by_number[self.number] = self
-        self.is_on = True
         self._calls: Counter[Hashable] = Counter()
         self._memory = GraphMemory()
         self._captured: dict[Hashable, _Captured] = {}
@@ -127,7 +126,7 @@ class Graphs:
             fixed: inputs that a graph reads in place, such as parameters. Each set of addresses needs a graph.
             constants: everything else in which calls may differ.
         """
-        if not self.is_on:
+        if torch.cuda.is_current_stream_capturing():
             return compute(*copied, *fixed)
         sizes = constants, tuple((each.shape, each.dtype) for each in copied)
         key = sizes, tuple((each.data_ptr(), each.shape, each.dtype) for each in fixed)

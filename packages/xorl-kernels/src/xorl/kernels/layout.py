@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xorl.kernels.arguments import as_integers, is_readable
+from xorl.kernels.fused.device import power_of_2
 from xorl.kernels.torch_private import maybe_mark_dynamic
 
 LayoutT = TypeVar("LayoutT", bound="SequenceLayout")
@@ -173,7 +174,7 @@ class SequenceLayout:
             most_documents, longest = self.rows._largest
         if not longest:
             return None
-        return self._with_room(_power_of_2(most_documents), min(_power_of_2(longest), whole.num_tokens))
+        return self._with_room(power_of_2(most_documents), min(power_of_2(longest), whole.num_tokens))
 
     def _with_room(self, num_documents: int, longest: int) -> Self:
         layout = copy(self)
@@ -229,11 +230,6 @@ def _positions_of(lengths: tuple[int, ...]) -> Tensor:
     sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     starts = sizes.cumsum(0) - sizes
     return torch.arange(sum(lengths), device="cpu") - starts.repeat_interleave(sizes)
-
-
-def _power_of_2(number: int) -> int:
-    """The smallest power of two that is not below a positive number."""
-    return 1 << (number - 1).bit_length()
 
 
 class RankGroup(NamedTuple):

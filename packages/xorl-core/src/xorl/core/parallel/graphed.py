@@ -155,9 +155,6 @@ class LayerGraphs:
 
     def _graphed(self, number: int, layer: nn.Module, forward: Forward) -> Forward:
         weights: list[Tensor] = []
-        for module in layer.modules():
-            if isinstance(module, Experts) and isinstance(module.dispatcher, AllGather):
-                module.dispatcher.graphs.is_on = False
 
         def call(hidden: Tensor, layout: SequenceLayout, *others: object) -> object:
             if not (torch.is_grad_enabled() and hidden.requires_grad):
