@@ -283,6 +283,8 @@ def layouts_of(options: argparse.Namespace) -> Iterator[Layout]:
             if runtime.is_launched() and layout.num_sharing > dist.get_world_size():
                 continue
             yield layout
+            if options.graphs and runtime.is_launched() and layout.tp == dist.get_world_size() > 1:
+                yield replace(layout, graphs=True)
             if options.replicas and (ep > 1 or layout.num_sharing > layout.tp):
                 yield replace(layout, replicates=True)
                 if options.graphs:
@@ -315,7 +317,7 @@ def main() -> None:
     parser.add_argument("--ring", type=int, nargs="+", default=[1])
     parser.add_argument("--dispatch", nargs="+", default=["alltoall", "allgather"])
     parser.add_argument("--replicas", action="store_true", help="also with everything but the experts on each rank")
-    parser.add_argument("--graphs", action="store_true", help="and these with each layer in CUDA graphs")
+    parser.add_argument("--graphs", action="store_true", help="and these, and with tp alone, in CUDA graphs")
     parser.add_argument(
         "--num-tokens", type=int, nargs="+", default=[512], help="of the rows that a rank reads at once"
     )

@@ -1,6 +1,7 @@
 """Whole layers in CUDA graphs on a GPU: rows of many kinds give the losses and norms of layers that are launched."""
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ MODELS = {
 }
 # Rows of 256 tokens; the numbers of documents round to 1, 4 or 8, and the longest to 128 or 256.
 ROWS = [[100, 90, 66], [128, 100, 28], [70, 120, 66], [30, 30, 30, 40, 60, 66], [200, 40, 16], [80, 100, 76], [256]]
+
+
+@pytest.fixture(autouse=True)
+def place() -> Iterator[None]:
+    """This process alone."""
+    runtime.init("cuda")
+    yield
+    runtime.shutdown()
 
 
 def engine_of(folder: Path, name: str, *, enable_cuda_graphs: bool) -> Engine:

@@ -16,10 +16,12 @@ class Replicated(FixedBuckets):
     """A replica. `on_last_bucket`, if set, is called in each backward pass once the last bucket is ready to reduce.
 
     summed: the trained parameters whose gradients the backward pass sums over the ranks.
+    stream: on which it does; None on a CPU.
     """
 
     on_last_bucket: Callable[[], None] | None = None
     summed: Sequence[nn.Parameter] = ()
+    stream: torch.cuda.Stream | None = None
 
 
 def replicate(model: nn.Module, mesh: Mesh, excluded: Sequence[nn.Module] = ()) -> Replicated:
@@ -38,6 +40,7 @@ def replicate(model: nn.Module, mesh: Mesh, excluded: Sequence[nn.Module] = ()) 
     )
     # The replica holds the reducer, which holds its hook's argument: with a strong one, neither would be freed.
     module.register_comm_hook(weakref.ref(module), _sum_gradients)
+    module.stream = torch.cuda.Stream() if on_gpu else None
     module.summed = trained_in_replicas(model, excluded)
     return module
 
@@ -52,10 +55,17 @@ def _sum_gradients(owner: weakref.ref[Replicated], bucket: GradBucket) -> torch.
     """A communication hook that sums a bucket over the ranks in fp32, whatever its dtype."""
     replica = owner()
     assert replica is not None
-    buffer = bucket.buffer()
-    work = dist.all_reduce(buffer.float(), group=replica.process_group, async_op=True)
+    buffer, stream = bucket.buffer(), replica.stream
     if bucket.is_last() and replica.on_last_bucket is not None:
         replica.on_last_bucket()
-    assert work is not None
-    # Sums of their own would stay in memory until the backward pass ends.
-    return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    # On one stream, which alone uses the memory of the sums, they take turns in it, however far the host is ahead.
+    with torch.cuda.stream(stream):
+        total = buffer.float()
+        dist.all_reduce(total, group=replica.process_group)
+        # Sums of their own would stay in memory until the backward pass ends.
+        buffer.copy_(total)
+        summed = torch.futures.Future[torch.Tensor](devices=None if stream is None else [buffer.device])
+        summed.set_result(buffer)
+    return summed

@@ -44,7 +44,8 @@ def record_waits(model: ParallelModel, recorder: WaitRecorder) -> None:
     """Report every wait of `model`'s forward and backward passes for collectives to `recorder`; modifies `model`.
 
     Under DDP, the wait starts when the last bucket is ready, because all gradients have then been computed. Its end is
-    not reported: the wait lasts until backward() returns, after all buckets have been reduced.
+    not reported: the wait lasts until backward() returns, after all buckets have been reduced. On a CPU, the sums of
+    earlier buckets count as compute.
     """
     if model.mesh.loss.size == 1:
         return
