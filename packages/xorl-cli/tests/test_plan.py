@@ -159,6 +159,16 @@ def test_replicas_sum_gradients_once_in_a_step_or_in_each_micro_batch(
     assert four.seconds["fsdp"] == pytest.approx(num_sums * one.seconds["fsdp"])
 
 
+def test_layers_in_graphs_take_less_of_the_host_and_memory_of_their_own(tmp_path: Path) -> None:
+    # Catches kernels of graphs that a plan launches one by one, and a peak without the memory that graphs keep.
+    options = {"enable_compile": True, "enable_gradient_checkpointing": True}
+    launched, graphed = (estimated(tmp_path, enable_cuda_graphs=graphs, **options) for graphs in (False, True))
+    assert graphed.seconds["host"] < 0.6 * launched.seconds["host"]
+    assert computing_s(graphed) == pytest.approx(computing_s(launched))
+    assert graphed.peak == pytest.approx(launched.peak + graphed.memory["graphs"])
+    assert graphed.memory["graphs"] > 0
+
+
 def test_preferences_with_the_base_as_reference_compute_it_too(tmp_path: Path) -> None:
     # Catches a second forward pass in each step that no plan knows of.
     lora = {"enable_lora": True, "lora_rank": 4}
@@ -220,6 +230,20 @@ def test_layouts_of_experts_do_not_look_alike(config_file: Path, tmp_path: Path)
     _, table, *_ = text.split("\n\n")
     lines = [re.split(r"  +", line[1:].strip())[0] for line in table.splitlines()]
     assert len(lines) == len(set(lines)) == 1 + len(made.rows)
+
+
+def test_graphs_are_proposed_where_the_host_decides(config_file: Path) -> None:
+    # Catches a plan that ends at layouts whose GPUs wait for launches.
+    overrides = "--train.enable_compile=true", "--train.enable_cuda_graphs=true", "--train.data_parallel_mode=none"
+    overrides += ("--train.recompute_policy=module",)
+    config = load_config(config_file, overrides).config
+    made = make_plan(config_file, overrides, config, read_architecture(config.model), rates_of("h100"), 1, ROW)
+    assert made.rows[0].candidate.config.train.enable_cuda_graphs
+    assert "recomputes layers, in CUDA graphs" in as_text(made, rates_of("h100"), 1, None)
+    without = (*overrides, "--train.enable_cuda_graphs=false")
+    config = load_config(config_file, without).config
+    found = make_plan(config_file, without, config, read_architecture(config.model), rates_of("h100"), 1, ROW)
+    assert found.rows[0].candidate.options["train.enable_cuda_graphs"]
 
 
 def test_the_fastest_that_fits_is_first_and_limits_are_shares(plan: Plan) -> None:

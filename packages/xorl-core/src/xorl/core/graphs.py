@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from itertools import count
 from weakref import WeakSet, WeakValueDictionary
 
@@ -27,6 +27,12 @@ _by_number: WeakValueDictionary[int, Graphs] = WeakValueDictionary()
 _all: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
 
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream on which graphs are captured. cuBLAS keeps memory of the graphs for each stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 def new_graph() -> torch.cuda.CUDAGraph:
     """A graph to capture, which `reset_all` finds."""
     graph = torch.cuda.CUDAGraph()
@@ -42,7 +48,7 @@ def reset_all() -> None:
 
 
 class GraphMemory:
-    """What graphs share: the memory of what they compute, and the stream on which they are captured.
+    """The memory of what graphs compute, which they share.
 
     So a call must end before the next begins, which holds on one stream, and what is kept must be copied.
     """
@@ -50,16 +56,13 @@ class GraphMemory:
     def __init__(self) -> None:
         self._first: torch.cuda.CUDAGraph | None = None
 
-    @cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()
-
     @contextmanager
     def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Context manager: the graph of the kernels that are launched inside, which do not run yet."""
         graph, outer = new_graph(), torch.cuda.current_stream()
-        self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
+        stream = _capture_stream(torch.cuda.current_device())
+        stream.wait_stream(outer)
+        with torch.cuda.stream(stream):
             pool = None if self._first is None else self._first.pool()
             # NCCL's watchdog queries events from its own thread.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -70,7 +73,7 @@ class GraphMemory:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        outer.wait_stream(self._stream)
+        outer.wait_stream(stream)
         if self._first is None:
             self._first = graph
 

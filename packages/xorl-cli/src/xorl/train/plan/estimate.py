@@ -26,9 +26,9 @@ from xorl.train.architecture import Architecture
 from xorl.train.layer_kernels import dispatch_name, num_active
 from xorl.train.model import DTYPES, KeptDtypes, pipeline_stages, sketch_model
 from xorl.train.parallel_sizes import chunks_of
-from xorl.train.plan.operations import Operation
 from xorl.train.plan.passes import NOTHING, Cost, ModelPass, Passes
 from xorl.train.plan.rates import GIB, Rates
+from xorl.train.plan.work import Work, work_of
 from xorl.train.recompute_choice import USABLE
 from xorl.train.step_memory import (
     IN_FLIGHT,
@@ -44,18 +44,14 @@ from xorl.train.step_memory import (
 
 # Of a device, for CUDA's context and loaded kernels.
 CONTEXT_BYTES = 0.6 * GIB
-# Scans of recurrences, which multiply small matrices; from the layer of docs/records/training.md.
-RECURRENT_FLOPS_PER_S = 60e12
 # Of Muon's three products, two are symmetric, and only a triangle of them is computed.
 COMPUTED_SHARE = 2 / 3
-# The share of torch's elementwise operations that compiled code launches; the others are fused.
-FUSED_SHARE = 0.25
+# What the host launches for a layer in CUDA graphs, as many operations: two graphs, copies, and sums of gradients.
+GRAPH_LAUNCHES = 15
 # Seconds of the host for each parameter of a unit: FSDP2 lists on the host where blocks of its gradients go.
 LISTING_S = 1e-11
 # The time of a backward pass, in forward passes.
 BACKWARD = 2.0
-PRODUCT_NAMES = {torch.float32: "fp32", torch.float64: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
-OF_EXPERTS = ("gather_tokens", "gather_rows", "reduce_rows", "reduce_tokens")
 
 
 @dataclass(frozen=True)
@@ -84,18 +80,6 @@ class Estimate:
     @property
     def fits(self) -> bool:
         return self.peak <= self.usable
-
-
-class Work(NamedTuple):
-    """Seconds of a GPU by what it computes, seconds of its exchanges, and what the host launches."""
-
-    computing: dict[str, float]
-    exchanging: float
-    launches: float
-
-    @property
-    def gpu_s(self) -> float:
-        return sum(self.computing.values()) + self.exchanging
 
 
 class _Part(NamedTuple):
@@ -180,7 +164,12 @@ class Estimator:
         sending = self._sending_s(config, dims, len(stage.chunks))
         host = self._rates.host
         launch_us = host.compiled_us if train.enable_compile else host.operation_us
-        launching = (work.launches * launch_us + num_units * host.unit_us) * 1e-6
+        launches = work.launches
+        if train.enable_cuda_graphs:
+            outside = [*[embedding, head] * again, model_pass.rest]
+            launched = [model_pass.forward[index] for index in layers] * reference
+            launches = self._work(config, dims, outside + launched).launches + GRAPH_LAUNCHES * len(layers)
+        launching = (launches * launch_us + num_units * host.unit_us) * 1e-6
         if num_units:
             units = self._held_sizes(config, dims, stage).units
             listed = sum(unit.rest.trained + unit.experts.trained * (dims.num_expert_shards > 1) for unit in units)
@@ -241,6 +230,9 @@ class Estimator:
         count = train.gradient_accumulation_steps
         keeps = train.pipeline_parallel_size > 1 and not train.enable_full_shard
         share = links.beside_products[transport]
+        trained = KeptDtypes.of(train, config.lora).trained
+        # Shards are added up in fp32. Replicas send gradients as they are.
+        summed = 4.0 if train.data_parallel_mode == "fsdp2" else trained.itemsize
 
         def times(unit: _Unit, is_summed: bool) -> tuple[float, float]:
             """Seconds of the gathers, and of the reductions, of a unit in one direction."""
@@ -250,7 +242,7 @@ class Estimator:
             )
             reducing = sum(
                 links.seconds(reduce, ranks, size.trained * 2.0 * widening)
-                + is_summed * links.seconds("all_reduce", replicas, size.trained * 4.0 / ranks)
+                + is_summed * links.seconds("all_reduce", replicas, size.trained * summed / ranks)
                 for ranks, replicas, size in (
                     (dims.num_shards, dims.num_replicas, unit.rest),
                     (dims.num_expert_shards, dims.num_expert_replicas, unit.experts),
@@ -276,8 +268,7 @@ class Estimator:
             return total
 
         is_sharded = train.data_parallel_mode == "fsdp2"  # torch itself sums the buckets of replicas
-        is_wide = KeptDtypes.of(train, config.lora).trained == torch.float32
-        num_summed = 1 if is_sharded or is_wide else count
+        num_summed = 1 if is_sharded or trained == torch.float32 else count
         mean = (num_summed * exposed(True) + (count - num_summed) * exposed(False)) / count
         return mean, is_sharded * (len(sizes.units) + 1) * (1 + (dims.ep > 1))
 
@@ -381,45 +372,10 @@ class Estimator:
         ring = ring_bytes(config, self._architecture, num_tokens)
         if windows:
             parts["windows"] = windows
+        if train.enable_cuda_graphs:
+            # Nothing else uses the memory in which they compute a layer.
+            parts["graphs"] = max(model_pass.backward[index].memory.peak for index in layers)
         return {**parts, "activations": peak + ring}, max(bound - peak, 0.0)
-
-
-def work_of(cost: Cost, rates: Rates, sent: float, *, compiled: bool) -> Work:
-    """The work of a phase. sent: the share of the pairs of a token and a rank that an exchange of experts sends."""
-    computing: dict[str, float] = {}
-    exchanging, launches = 0.0, 0.0
-    for operation in cost.operations:
-        launches += FUSED_SHARE if compiled and operation.is_plain else operation.launches
-        if operation.collective is not None:
-            num_bytes = operation.num_bytes * (sent if operation.name in OF_EXPERTS else 1.0)
-            exchanging += rates.links.seconds(operation.collective, operation.ranks, num_bytes)
-            continue
-        computing[operation.kind] = computing.get(operation.kind, 0.0) + compute_s(operation, rates)
-        exchanging += rates.links.seconds("all_gather", operation.ranks, operation.ring_bytes)
-    return Work(computing, exchanging, launches)
-
-
-def compute_s(operation: Operation, rates: Rates) -> float:
-    """Seconds of an operation on the GPU: of its products, or to read and write its tensors, whichever is longer."""
-    moving = rates.memory_s(operation.num_bytes)
-    computing = 0.0
-    match operation.kind:
-        case "products":
-            computing = sum(
-                each.number * rates.product_s(each.m, each.n, each.k, PRODUCT_NAMES.get(each.dtype, "fp8"))
-                for each in operation.products
-            )
-        case "attention":
-            computing = rates.attention_s(
-                operation.flops, operation.channels, operation.scale, backward=operation.is_backward
-            )
-        case "experts":
-            computing = rates.experts_s(operation.flops, operation.scale, backward=operation.is_backward)
-        case "recurrences":
-            computing = operation.flops / RECURRENT_FLOPS_PER_S
-        case _:
-            pass
-    return max(computing, moving)
 
 
 def _in_flight(config: Config, stages: Sequence[Stage], number: int, kept: Sequence[float]) -> float:

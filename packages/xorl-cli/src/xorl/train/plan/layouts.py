@@ -19,8 +19,9 @@ from xorl.train.startup import parallel_dims
 
 Options = Mapping[str, object]
 
-# Options that recomputation consists of, as they are without it.
+# Options that recomputation consists of, and CUDA graphs, which need it, as they are without.
 NO_RECOMPUTATION: Options = {
+    "train.enable_cuda_graphs": False,
     "train.enable_gradient_checkpointing": False,
     "train.recompute_policy": "module",
     "train.recompute_num_layers": None,
@@ -34,6 +35,7 @@ SETTINGS: Mapping[str, Options] = {
     "operation": {"train.enable_gradient_checkpointing": True, "train.recompute_policy": "operation"},
     "layer": {"train.enable_gradient_checkpointing": True},
 }
+IN_GRAPHS: Options = {**NO_RECOMPUTATION, **SETTINGS["layer"], "train.enable_cuda_graphs": True}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from xorl.config.problems import ConfigError
 from xorl.train.architecture import Architecture
 from xorl.train.plan.estimate import Estimate, Estimator
 from xorl.train.plan.layouts import (
+    IN_GRAPHS,
     NO_RECOMPUTATION,
     SETTINGS,
     Candidate,
@@ -30,7 +31,6 @@ NOTABLE = 0.1
 MAX_GPUS = 8
 UNPLANNED = {
     "train.enable_cpu_offload": "parameters in host memory",
-    "train.enable_cuda_graphs": "layers in CUDA graphs",
     "lora.sweep": "a sweep; plan one of its members",
 }
 
@@ -177,10 +177,17 @@ class _Planner:
             is_larger = found is not None and batch["train.micro_batch_size"] > found.micro_batch_size
             if found is not None and found.estimate.fits and not is_larger:
                 continue  # smaller micro-batches are slower
-            row = self._with_recomputation({**sizes, **batch})
-            if row is not None and (found is None or row.is_better_than(found)):
-                found = row
+            for row in (self._with_recomputation({**sizes, **batch}), self._in_graphs({**sizes, **batch})):
+                if row is not None and (found is None or row.is_better_than(found)):
+                    found = row
         return found
+
+    def _in_graphs(self, options: Options) -> Row | None:
+        """The row with layers in CUDA graphs; None if a run would refuse them."""
+        if options["train.data_parallel_mode"] == "fsdp2":
+            return None
+        candidate = self._checks.accepted({**options, **IN_GRAPHS})
+        return None if candidate is None else Row(candidate, self._estimator.estimate(candidate.config, candidate.dims))
 
     def _with_recomputation(self, options: Options, *, as_auto: bool = False) -> Row | None:
         """The first of nothing, `operation` and whole layers that fits, in as few layers as possible; or the leanest.

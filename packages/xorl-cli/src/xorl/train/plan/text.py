@@ -123,6 +123,8 @@ def _layout(row: Row) -> str:
         what = " and ".join(train.recompute_modules) if train.recompute_modules is not None else what
         layers = train.recompute_num_layers
         parts.append(f"recomputes {what}" + ("" if layers is None else f" in {layers}"))
+    if train.enable_cuda_graphs:
+        parts.append("in CUDA graphs")
     return ", ".join(parts)
 
 

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import GradBucket
+from torch.nn import functional as F
 
 from xorl.core.mesh import Mesh
 from xorl.core.torch_private import FixedBuckets, leave_out_of_replicas
@@ -51,10 +52,11 @@ def trained_in_replicas(model: nn.Module, excluded: Sequence[nn.Module]) -> list
     return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in own]
 
 
-def _sum_gradients(owner: weakref.ref[Replicated], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum_gradients(owner: weakref.ref[Replicated], bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook that sums a bucket over the ranks in fp32, whatever its dtype."""
     replica = owner()
     assert replica is not None
+    assert replica.process_group is not None
     buffer, stream = bucket.buffer(), replica.stream
     if bucket.is_last() and replica.on_last_bucket is not None:
         replica.on_last_bucket()
@@ -62,10 +64,27 @@ def _sum_gradients(owner: weakref.ref[Replicated], bucket: GradBucket) -> torch.
         stream.wait_stream(torch.cuda.current_stream())
     # On one stream, which alone uses the memory of the sums, they take turns in it, however far the host is ahead.
     with torch.cuda.stream(stream):
-        total = buffer.float()
-        dist.all_reduce(total, group=replica.process_group)
+        if buffer.dtype == torch.float32:
+            dist.all_reduce(buffer, group=replica.process_group)
+        else:
+            _sum_in_fp32(buffer, replica.process_group)
+        summed = torch.futures.Future[Tensor](devices=None if stream is None else [buffer.device])
         # Sums of their own would stay in memory until the backward pass ends.
-        buffer.copy_(total)
-        summed = torch.futures.Future[torch.Tensor](devices=None if stream is None else [buffer.device])
         summed.set_result(buffer)
     return summed
+
+
+def _sum_in_fp32(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum values of half precision over the ranks, in place. Each rank adds up a part of them, and rounds once.
+
+    So half as many bytes travel as in a sum of values in fp32.
+    """
+    num_ranks = group.size()
+    missing = -len(buffer) % num_ranks
+    values = F.pad(buffer, (0, missing)) if missing else buffer
+    received = torch.empty_like(values)
+    dist.all_to_all_single(received, values, group=group)
+    own = received.view(num_ranks, -1).sum(0, dtype=torch.float32).to(buffer.dtype)
+    dist.all_gather_into_tensor(values, own, group=group)
+    if missing:
+        buffer.copy_(values[:-missing])
