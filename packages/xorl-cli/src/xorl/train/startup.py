@@ -62,7 +62,7 @@ from xorl.train.observe.observer import Observer, Sink
 from xorl.train.observe.progress import Phases, progress_sink
 from xorl.train.observe.run_file import write_run_file
 from xorl.train.observe.timing import StepTimer
-from xorl.train.observe.waits import WaitWatch
+from xorl.train.observe.waits import FIRST_STEP, FIRST_STEP_IN_GRAPHS, WaitWatch
 from xorl.train.output_dir import MEMBERS, METRICS, RECEIPT, STARTED_FROM, open_output_dir, start_of
 from xorl.train.preference import Preference
 from xorl.train.saves import Saves
@@ -438,7 +438,9 @@ def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Obser
     """The observer of a job; only the main process writes metrics."""
     runtime, train, sinks = startup.runtime, startup.config.train, list[Sink]()
     is_watched = runtime.device.type == "cuda" and runtime.world_size > 1
-    waits = WaitWatch(runtime.device, is_sharded=train.data_parallel_mode == "fsdp2") if is_watched else None
+    first_step = FIRST_STEP_IN_GRAPHS if train.enable_cuda_graphs else FIRST_STEP
+    is_sharded = train.data_parallel_mode == "fsdp2"
+    waits = WaitWatch(runtime.device, is_sharded=is_sharded, first_step=first_step) if is_watched else None
     observer = Observer(runtime.device, runtime.world_size, sinks, timer, waits=waits)
     if not runtime.is_main:
         return observer

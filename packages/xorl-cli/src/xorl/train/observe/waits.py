@@ -23,6 +23,8 @@ SLOW_RANK = 1.2
 SHORT_LEAD = 0.02
 # The first steps are slow because they compile and allocate.
 FIRST_STEP, EVERY_STEPS = 5, 100
+# Of runs in CUDA graphs: until then, most sizes of rows have been captured.
+FIRST_STEP_IN_GRAPHS = 50
 
 
 class StepWaits(NamedTuple):
@@ -43,13 +45,14 @@ class StepWaits(NamedTuple):
 
 
 class WaitWatch:
-    """Compares the waits of all ranks every `EVERY_STEPS` steps, without making the host wait.
+    """Compares the waits of all ranks every `EVERY_STEPS` steps from `first_step` on, without making the host wait.
 
     Stops after the first warning, which the main rank logs.
     """
 
-    def __init__(self, device: torch.device, *, is_sharded: bool) -> None:
+    def __init__(self, device: torch.device, *, is_sharded: bool, first_step: int = FIRST_STEP) -> None:
         self._device = device
+        self._first_step = first_step
         self._is_sharded = is_sharded
         self._num_steps = 0
         self._on_its_way: Tensor | None = None
@@ -67,7 +70,7 @@ class WaitWatch:
                 self._has_warned = True
                 if dist.get_rank() == 0:
                     logger.warning("%s", warning)
-        elif self._num_steps % EVERY_STEPS == FIRST_STEP:
+        elif self._num_steps % EVERY_STEPS == self._first_step:
             mine = torch.tensor([ended], dtype=torch.float64)
             if self._device.type == "cuda":
                 mine = mine.pin_memory()
