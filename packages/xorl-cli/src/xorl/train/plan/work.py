@@ -14,6 +14,9 @@ from xorl.train.plan.rates import Rates
 RECURRENT_FLOPS_PER_S = 60e12
 # The share of torch's elementwise operations that compiled code launches; the others are fused.
 FUSED_SHARE = 0.25
+# What the host takes longer to launch an exchange than another operation, in as many of these: of short rows that two
+# GPUs share, in docs/records/layouts.md.
+EXCHANGE_LAUNCHES = 1.5
 PRODUCT_NAMES = {torch.float32: "fp32", torch.float64: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
 OF_EXPERTS = ("gather_tokens", "gather_rows", "reduce_rows", "reduce_tokens")
 
@@ -37,6 +40,7 @@ def work_of(cost: Cost, rates: Rates, sent: float, *, compiled: bool) -> Work:
     for operation in cost.operations:
         launches += FUSED_SHARE if compiled and operation.is_plain else operation.launches
         if operation.collective is not None:
+            launches += EXCHANGE_LAUNCHES
             num_bytes = operation.num_bytes * (sent if operation.name in OF_EXPERTS else 1.0)
             exchanging += rates.links.seconds(operation.collective, operation.ranks, num_bytes)
             continue
