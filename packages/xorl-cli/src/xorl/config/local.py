@@ -265,10 +265,11 @@ class LocalMemoryFields(MemoryFields):
         default=False,
         description="Launch the forward and the backward pass of a layer as one CUDA graph each, not kernel by kernel. "
         "It pays where the host takes longer to launch a layer than the GPU to compute it: for a mixture of experts "
-        "with up to about 8,192 tokens a GPU, or where Ulysses ranks share rows. Rows share graphs if they have equal "
-        "numbers of tokens, and if the number of documents and the length of the longest round up to the same powers "
-        "of two; set data.pad_to_multiple_of to data.sample_packing_sequence_len to make all rows equally long. Needs "
-        "a GPU, flash attention, and parameters that stay in place, as they do under ddp and on one GPU.",
+        "with up to about 8,192 tokens a GPU, or where ranks share short rows (Ulysses) or matrices (tensor "
+        "parallelism). Rows share graphs if they have equal numbers of tokens, and if the number of documents and the "
+        "length of the longest round up to the same powers of two; set data.pad_to_multiple_of to "
+        "data.sample_packing_sequence_len to make all rows equally long. Needs GPUs, flash attention, compiled layers "
+        "that are recomputed as a whole, and parameters that stay in place: data_parallel_mode ddp or none.",
     )
     enable_full_determinism: bool = Field(
         default=False,
