@@ -216,7 +216,7 @@ def test_every_layout_is_one_that_a_run_accepts_with_the_same_rows(plan: Plan) -
         assert row.candidate.bins_per_step == own.candidate.bins_per_step == 4 * NUM_GPUS
         assert row.candidate.dims.world_size == NUM_GPUS
     used = {row.candidate.dims.used for row in plan.rows}
-    assert used == {"dp_shard 2", "tp 2", "pp 2", "ulysses 2", "ring 2"}
+    assert used == {"dp_shard 2", "dp_replicate 2", "tp 2", "pp 2", "ulysses 2", "ring 2"}
 
 
 def test_layouts_of_experts_do_not_look_alike(config_file: Path, tmp_path: Path) -> None:
@@ -232,18 +232,35 @@ def test_layouts_of_experts_do_not_look_alike(config_file: Path, tmp_path: Path)
     assert len(lines) == len(set(lines)) == 1 + len(made.rows)
 
 
-def test_graphs_are_proposed_where_the_host_decides(config_file: Path) -> None:
-    # Catches a plan that ends at layouts whose GPUs wait for launches.
-    overrides = "--train.enable_compile=true", "--train.enable_cuda_graphs=true", "--train.data_parallel_mode=none"
-    overrides += ("--train.recompute_policy=module",)
-    config = load_config(config_file, overrides).config
-    made = make_plan(config_file, overrides, config, read_architecture(config.model), rates_of("h100"), 1, ROW)
-    assert made.rows[0].candidate.config.train.enable_cuda_graphs
-    assert "recomputes layers, in CUDA graphs" in as_text(made, rates_of("h100"), 1, None)
-    without = (*overrides, "--train.enable_cuda_graphs=false")
-    config = load_config(config_file, without).config
-    found = make_plan(config_file, without, config, read_architecture(config.model), rates_of("h100"), 1, ROW)
-    assert found.rows[0].candidate.options["train.enable_cuda_graphs"]
+def planned(config_file: Path, num_gpus: int, *overrides: str) -> Plan:
+    given = ("--train.enable_compile=true", "--train.recompute_policy=module", *overrides)
+    config = load_config(config_file, given).config
+    return make_plan(config_file, given, config, read_architecture(config.model), rates_of("h100"), num_gpus, ROW)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "sizes"),
+    [
+        (1, ("--train.data_parallel_mode=none",)),
+        (2, ("--train.data_parallel_mode=ddp", "--train.ulysses_parallel_size=2")),
+    ],
+)
+def test_graphs_are_proposed_where_the_host_decides(config_file: Path, num_gpus: int, sizes: tuple[str, ...]) -> None:
+    # Catches a plan that ends at layouts whose GPUs wait for launches, and options that a run switches off.
+    found = planned(config_file, num_gpus, *sizes)
+    in_graphs = [row for row in found.rows if row.candidate.config.train.enable_cuda_graphs]
+    assert found.rows[0] in in_graphs
+    assert found.configured.candidate.dims.used in {row.candidate.dims.used for row in in_graphs}
+    assert "recomputes layers, in CUDA graphs" in as_text(found, rates_of("h100"), num_gpus, None)
+    configured = planned(config_file, num_gpus, *sizes, "--train.enable_cuda_graphs=true")
+    assert configured.configured.tokens_per_s > found.configured.tokens_per_s
+    excluded = planned(
+        config_file, num_gpus, *sizes, "--train.enable_mixed_precision=false", "--train.param_dtype=fp32"
+    )
+    for row in (*found.rows, *configured.rows, *excluded.rows):
+        graphs = row.candidate.config.train.enable_cuda_graphs
+        assert row.candidate.options.get("train.enable_cuda_graphs", graphs) == graphs
+        assert not (graphs and row in excluded.rows)
 
 
 def test_the_fastest_that_fits_is_first_and_limits_are_shares(plan: Plan) -> None:

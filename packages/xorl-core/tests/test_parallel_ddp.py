@@ -1,4 +1,4 @@
-"""The memory of replicas, and the end of CUDA graphs, on one rank."""
+"""Sums of replicas and their memory, and the end of CUDA graphs."""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ GRAPH_REQUIREMENTS = tuple(
         ("train.fp8", "none", lambda config: config.train.fp8 == "none"),
         ("train.ringattn_parallel_size", "1", lambda config: config.train.ringattn_parallel_size == 1),
         ("train.pipeline_parallel_size", "1", lambda config: config.train.pipeline_parallel_size == 1),
+        ("train.enable_mixed_precision", "true", lambda config: config.train.enable_mixed_precision),
         ("lora.enable_lora", "false", lambda config: not config.lora.enable_lora),
+        ("lora.enable_qlora", "false", lambda config: not config.lora.enable_qlora),
         (
             "model.attn_implementation",
             "auto, flash_attention_2, flash_attention_3 or flash_attention_4",

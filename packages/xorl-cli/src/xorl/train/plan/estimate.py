@@ -46,7 +46,7 @@ from xorl.train.step_memory import (
 CONTEXT_BYTES = 0.6 * GIB
 # Of Muon's three products, two are symmetric, and only a triangle of them is computed.
 COMPUTED_SHARE = 2 / 3
-# What the host launches for a layer in CUDA graphs, as many operations: two graphs, copies, and sums of gradients.
+# Launches for a layer in CUDA graphs: of two graphs, of copies, and to sum gradients.
 GRAPH_LAUNCHES = 15
 # Seconds of the host for each parameter of a unit: FSDP2 lists on the host where blocks of its gradients go.
 LISTING_S = 1e-11
@@ -166,9 +166,8 @@ class Estimator:
         launch_us = host.compiled_us if train.enable_compile else host.operation_us
         launches = work.launches
         if train.enable_cuda_graphs:
-            outside = [*[embedding, head] * again, model_pass.rest]
-            launched = [model_pass.forward[index] for index in layers] * reference
-            launches = self._work(config, dims, outside + launched).launches + GRAPH_LAUNCHES * len(layers)
+            outside = [embedding, head, model_pass.rest]
+            launches = self._work(config, dims, outside).launches + GRAPH_LAUNCHES * len(layers)
         launching = (launches * launch_us + num_units * host.unit_us) * 1e-6
         if num_units:
             units = self._held_sizes(config, dims, stage).units
@@ -362,6 +361,8 @@ class Estimator:
         travelling = parts.pop(IN_FLIGHT, 0.0)
         windows = min(WINDOW_BYTES if uses_engines else 0, travelling)
         sent = gathered_itemsizes(config)[0] if uses_engines else torch.float32.itemsize
+        if train.data_parallel_mode == "ddp":
+            sent = KeptDtypes.of(train, config.lora).trained.itemsize
         flying, at_end = sizes.beside_backward(dims, sent, parts.get("gathered", 0.0))
         peak = pass_peak(profiles, held.gradient_ratio, beside_backward=flying, beside_rest=at_end)
         bound = travelling - windows + pass_peak(profiles, held.gradient_ratio)
@@ -432,10 +433,11 @@ class _HeldSizes:
         """Bytes of communication in the backward pass of the layers, and after it; less than 0 if more is freed.
 
         Gradients of the previous layer, or of the embedding, are on their way: as they are sent, and as fp32 sums. The
-        head is no longer gathered, and after the pass nothing is. Replicas sum fp32 copies of gradients.
+        head is no longer gathered, and after the pass nothing is. Replicas receive gradients of the head and the
+        embedding, and add up a part of them; those in fp32 are summed in place.
 
         Args:
-            sent: bytes of a gradient that FSDP2 sends.
+            sent: bytes of a gradient that ranks send.
             gathered: bytes of all parameters that are gathered when the pass begins.
         """
         wide = torch.float32.itemsize
@@ -444,6 +446,7 @@ class _HeldSizes:
             layers = sum(unit.rest.trained + unit.experts.trained * (dims.num_expert_shards > 1) for unit in self.units)
             flying = layers / len(self.units) * each - self.head.gathered_bytes
             return flying, self.embedding.trained * each - gathered
-        if dims.dp_replicate > 1:
-            return self.head.trained * wide, self.embedding.trained * wide
-        return 0.0, 0.0
+        if dims.num_replicas == 1 or sent == wide:
+            return 0.0, 0.0
+        each = sent + (sent + wide) / dims.num_replicas
+        return self.head.trained * each, self.embedding.trained * each

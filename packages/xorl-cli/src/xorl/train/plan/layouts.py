@@ -19,8 +19,8 @@ from xorl.train.startup import parallel_dims
 
 Options = Mapping[str, object]
 
-# Options that recomputation consists of, and CUDA graphs, which need it, as they are without.
-NO_RECOMPUTATION: Options = {
+# Options of recomputation as they are without it. CUDA graphs need it.
+NOTHING_RECOMPUTED: Options = {
     "train.enable_cuda_graphs": False,
     "train.enable_gradient_checkpointing": False,
     "train.recompute_policy": "module",
@@ -35,7 +35,7 @@ SETTINGS: Mapping[str, Options] = {
     "operation": {"train.enable_gradient_checkpointing": True, "train.recompute_policy": "operation"},
     "layer": {"train.enable_gradient_checkpointing": True},
 }
-IN_GRAPHS: Options = {**NO_RECOMPUTATION, **SETTINGS["layer"], "train.enable_cuda_graphs": True}
+IN_GRAPHS: Options = {**NOTHING_RECOMPUTED, **SETTINGS["layer"], "train.enable_cuda_graphs": True}
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,9 @@ def sizes_near(config: Config, num_gpus: int, *, has_experts: bool) -> Iterator[
                     "train.enable_full_shard": full,
                     "train.reshard_after_forward": full,
                 }
-        if sizes == ones and num_gpus > 1:
-            replicated = chosen | {"train.data_parallel_mode": "ddp"}
-            if train.data_parallel_mode == "ddp":
-                yield replicated | {"train.expert_parallel_size": 1}
-            if has_experts:
-                yield replicated | {"train.expert_parallel_size": num_gpus}
+        if num_gpus > 1 and (sizes == ones or train.data_parallel_mode == "ddp"):
+            for ep in sorted({1, shared} if has_experts else {1}):
+                yield chosen | {"train.data_parallel_mode": "ddp", "train.expert_parallel_size": ep}
 
 
 def batches(bins_per_step: int, micro_batch_size: int, num_readers: int) -> list[dict[str, int]]:

@@ -13,7 +13,7 @@ from xorl.train.architecture import Architecture
 from xorl.train.plan.estimate import Estimate, Estimator
 from xorl.train.plan.layouts import (
     IN_GRAPHS,
-    NO_RECOMPUTATION,
+    NOTHING_RECOMPUTED,
     SETTINGS,
     Candidate,
     Checks,
@@ -168,7 +168,7 @@ class _Planner:
 
     def best(self, sizes: Options, bins: int, micro_batch_size: int) -> Row | None:
         """The fastest row of these parallel sizes that fits; None if a run would refuse all of them."""
-        accepted = self._checks.accepted({**sizes, **NO_RECOMPUTATION})
+        accepted = self._checks.accepted({**sizes, **NOTHING_RECOMPUTED})
         if accepted is None:
             return None
         readers = accepted.dims.dp_replicate * accepted.dims.dp_shard
@@ -183,11 +183,13 @@ class _Planner:
         return found
 
     def _in_graphs(self, options: Options) -> Row | None:
-        """The row with layers in CUDA graphs; None if a run would refuse them."""
+        """The row with layers in CUDA graphs; None if a run would refuse them, or launch kernels one by one."""
         if options["train.data_parallel_mode"] == "fsdp2":
             return None
         candidate = self._checks.accepted({**options, **IN_GRAPHS})
-        return None if candidate is None else Row(candidate, self._estimator.estimate(candidate.config, candidate.dims))
+        if candidate is None or not candidate.config.train.enable_cuda_graphs:
+            return None
+        return Row(candidate, self._estimator.estimate(candidate.config, candidate.dims))
 
     def _with_recomputation(self, options: Options, *, as_auto: bool = False) -> Row | None:
         """The first of nothing, `operation` and whole layers that fits, in as few layers as possible; or the leanest.
@@ -200,7 +202,7 @@ class _Planner:
 
         row = None
         for setting in SETTINGS.values():
-            tried = self._row({**options, **NO_RECOMPUTATION, **setting})
+            tried = self._row({**options, **NOTHING_RECOMPUTED, **setting})
             if tried is None:
                 continue
             row = tried

@@ -1,4 +1,4 @@
-"""What a phase of a pass costs: seconds of a GPU and of exchanges, and what the host launches."""
+"""The work of a phase of a pass: seconds of a GPU and of exchanges, and launches of the host."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from xorl.train.plan.rates import Rates
 RECURRENT_FLOPS_PER_S = 60e12
 # The share of torch's elementwise operations that compiled code launches; the others are fused.
 FUSED_SHARE = 0.25
-# What the host takes longer to launch an exchange than another operation, in as many of these: of short rows that two
-# GPUs share, in docs/records/layouts.md.
+# Extra time of the host for an exchange, in launches of other operations; from short rows that two GPUs share, in
+# docs/records/layouts.md.
 EXCHANGE_LAUNCHES = 1.5
 PRODUCT_NAMES = {torch.float32: "fp32", torch.float64: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
 OF_EXPERTS = ("gather_tokens", "gather_rows", "reduce_rows", "reduce_tokens")

@@ -17,7 +17,7 @@ class Replicated(FixedBuckets):
     """A replica. `on_last_bucket`, if set, is called in each backward pass once the last bucket is ready to reduce.
 
     summed: the trained parameters whose gradients the backward pass sums over the ranks.
-    stream: on which it does; None on a CPU.
+    stream: the CUDA stream on which gradients are summed; None on a CPU.
     """
 
     on_last_bucket: Callable[[], None] | None = None
@@ -75,16 +75,16 @@ def _sum_gradients(owner: weakref.ref[Replicated], bucket: GradBucket) -> torch.
 
 
 def _sum_in_fp32(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum values of half precision over the ranks, in place. Each rank adds up a part of them, and rounds once.
+    """Sum values over the ranks in fp32, in place. Each rank adds up a part of them, and rounds it once.
 
-    So half as many bytes travel as in a sum of values in fp32.
+    With values of half precision, half as many bytes travel as if they were converted before.
     """
     num_ranks = group.size()
-    missing = -len(buffer) % num_ranks
-    values = F.pad(buffer, (0, missing)) if missing else buffer
+    num_padding = -len(buffer) % num_ranks
+    values = F.pad(buffer, (0, num_padding)) if num_padding else buffer
     received = torch.empty_like(values)
     dist.all_to_all_single(received, values, group=group)
     own = received.view(num_ranks, -1).sum(0, dtype=torch.float32).to(buffer.dtype)
     dist.all_gather_into_tensor(values, own, group=group)
-    if missing:
-        buffer.copy_(values[:-missing])
+    if num_padding:
+        buffer.copy_(values[:-num_padding])
