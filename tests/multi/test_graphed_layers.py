@@ -37,7 +37,8 @@ def steps(folder: Path, case: str, enable_cuda_graphs: bool) -> tuple[list[Tenso
     """Losses and norms of steps of two micro-batches, parameters after them, and how many layers were captured."""
     torch._dynamo.reset()
     name, layout, _ = CASES[case]
-    options = {**layout, **RECOMPUTE, "enable_compile": True, "enable_cuda_graphs": enable_cuda_graphs, "lr": 0.01}
+    options = {**layout, **RECOMPUTE, "enable_mixed_precision": True, "enable_compile": True, "lr": 0.01}
+    options["enable_cuda_graphs"] = enable_cuda_graphs
     config = run_config(folder, name, options, of_model={"ep_dispatch": "allgather"} if "experts" in case else {})
     policy_of, made = model_module.parallel_policy, []
 
