@@ -67,7 +67,7 @@ class Layout:
     """Ranks that share the experts, and how tokens reach them; ranks that share each matrix; and those of each row.
 
     replicates: each rank holds everything but the experts (ddp) instead of shards of it (fsdp2).
-    graphs: of replicas, each layer is launched as CUDA graphs.
+    graphs: each layer is launched as CUDA graphs, under ddp or with tp alone.
     """
 
     ep: int
@@ -317,7 +317,7 @@ def main() -> None:
     parser.add_argument("--ring", type=int, nargs="+", default=[1])
     parser.add_argument("--dispatch", nargs="+", default=["alltoall", "allgather"])
     parser.add_argument("--replicas", action="store_true", help="also with everything but the experts on each rank")
-    parser.add_argument("--graphs", action="store_true", help="and these, and with tp alone, in CUDA graphs")
+    parser.add_argument("--graphs", action="store_true", help="also replicas, and tp alone, in CUDA graphs")
     parser.add_argument(
         "--num-tokens", type=int, nargs="+", default=[512], help="of the rows that a rank reads at once"
     )

@@ -169,6 +169,18 @@ def test_layers_in_graphs_take_less_of_the_host_and_memory_of_their_own(tmp_path
     assert graphed.memory["graphs"] > 0
 
 
+@pytest.mark.parametrize("shared", [{}, {"ulysses": 2}], ids=["rows of their own", "shared rows"])
+def test_replicas_need_memory_to_add_up_bf16_gradients(shared: dict[str, int], tmp_path: Path) -> None:
+    # Catches plans without the gradients that replicas receive, which those that share rows receive, too.
+    alone, replicated = ParallelDims(**shared), ParallelDims.resolve("ddp", 2, **shared)
+
+    def peak(dims: ParallelDims, dtype: str) -> float:
+        return estimated(tmp_path, dims, row=64, data_parallel_mode="ddp", param_dtype=dtype).memory["activations"]
+
+    assert peak(replicated, "fp32") == peak(alone, "fp32")
+    assert peak(replicated, "bf16") > peak(alone, "bf16")
+
+
 def test_preferences_with_the_base_as_reference_compute_it_too(tmp_path: Path) -> None:
     # Catches a second forward pass in each step that no plan knows of.
     lora = {"enable_lora": True, "lora_rank": 4}
@@ -257,10 +269,10 @@ def test_graphs_are_proposed_where_the_host_decides(config_file: Path, num_gpus:
     excluded = planned(
         config_file, num_gpus, *sizes, "--train.enable_mixed_precision=false", "--train.param_dtype=fp32"
     )
+    assert not any(row.candidate.config.train.enable_cuda_graphs for row in excluded.rows)
     for row in (*found.rows, *configured.rows, *excluded.rows):
         graphs = row.candidate.config.train.enable_cuda_graphs
         assert row.candidate.options.get("train.enable_cuda_graphs", graphs) == graphs
-        assert not (graphs and row in excluded.rows)
 
 
 def test_the_fastest_that_fits_is_first_and_limits_are_shares(plan: Plan) -> None:

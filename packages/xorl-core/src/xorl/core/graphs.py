@@ -29,7 +29,7 @@ _all: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream on which graphs are captured. cuBLAS keeps memory of the graphs for each stream that it has seen."""
+    """The stream on which all graphs are captured. For each further stream, cuBLAS would keep another workspace."""
     return torch.cuda.Stream(device)
 
 
@@ -48,9 +48,9 @@ def reset_all() -> None:
 
 
 class GraphMemory:
-    """The memory of what graphs compute, which they share.
+    """Memory that graphs share for what they compute.
 
-    So a call must end before the next begins, which holds on one stream, and what is kept must be copied.
+    A call must end before the next begins, which holds on one stream, and what is kept must be copied.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ SLOW_RANK = 1.2
 SHORT_LEAD = 0.02
 # The first steps are slow because they compile and allocate.
 FIRST_STEP, EVERY_STEPS = 5, 100
-# Of runs in CUDA graphs: until then, most sizes of rows have been captured.
+# With CUDA graphs, the first steps also capture the sizes of rows.
 FIRST_STEP_IN_GRAPHS = 50
 
 

@@ -46,7 +46,7 @@ from xorl.train.step_memory import (
 CONTEXT_BYTES = 0.6 * GIB
 # Of Muon's three products, two are symmetric, and only a triangle of them is computed.
 COMPUTED_SHARE = 2 / 3
-# Launches for a layer in CUDA graphs: of two graphs, of copies, and to sum gradients.
+# Operations that the host launches for a layer in CUDA graphs: two graphs, copies, and sums of gradients.
 GRAPH_LAUNCHES = 15
 # Seconds of the host for each parameter of a unit: FSDP2 lists on the host where blocks of its gradients go.
 LISTING_S = 1e-11
@@ -230,7 +230,7 @@ class Estimator:
         keeps = train.pipeline_parallel_size > 1 and not train.enable_full_shard
         share = links.beside_products[transport]
         trained = KeptDtypes.of(train, config.lora).trained
-        # Shards are added up in fp32. Replicas send gradients as they are.
+        # Replicas of shards exchange fp32 sums; replicas under ddp send gradients in their own dtype.
         summed = 4.0 if train.data_parallel_mode == "fsdp2" else trained.itemsize
 
         def times(unit: _Unit, is_summed: bool) -> tuple[float, float]:
@@ -374,7 +374,7 @@ class Estimator:
         if windows:
             parts["windows"] = windows
         if train.enable_cuda_graphs:
-            # Nothing else uses the memory in which they compute a layer.
+            # Graphs compute a layer in memory that nothing else uses.
             parts["graphs"] = max(model_pass.backward[index].memory.peak for index in layers)
         return {**parts, "activations": peak + ring}, max(bound - peak, 0.0)
 

@@ -19,7 +19,7 @@ from xorl.train.startup import parallel_dims
 
 Options = Mapping[str, object]
 
-# Options of recomputation as they are without it. CUDA graphs need it.
+# Options that turn recomputation off, and CUDA graphs, which need it.
 NOTHING_RECOMPUTED: Options = {
     "train.enable_cuda_graphs": False,
     "train.enable_gradient_checkpointing": False,

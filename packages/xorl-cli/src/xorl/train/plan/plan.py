@@ -177,13 +177,14 @@ class _Planner:
             is_larger = found is not None and batch["train.micro_batch_size"] > found.micro_batch_size
             if found is not None and found.estimate.fits and not is_larger:
                 continue  # smaller micro-batches are slower
-            for row in (self._with_recomputation({**sizes, **batch}), self._in_graphs({**sizes, **batch})):
+            options = {**sizes, **batch}
+            for row in (self._with_recomputation(options), self._in_graphs(options)):
                 if row is not None and (found is None or row.is_better_than(found)):
                     found = row
         return found
 
     def _in_graphs(self, options: Options) -> Row | None:
-        """The row with layers in CUDA graphs; None if a run would refuse them, or launch kernels one by one."""
+        """The row with layers in CUDA graphs; None if a run would refuse them or leave them out."""
         if options["train.data_parallel_mode"] == "fsdp2":
             return None
         candidate = self._checks.accepted({**options, **IN_GRAPHS})

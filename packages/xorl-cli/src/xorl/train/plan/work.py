@@ -1,4 +1,4 @@
-"""The work of a phase of a pass: seconds of a GPU and of exchanges, and launches of the host."""
+"""Work of a phase of a pass: seconds of a GPU and of exchanges, and operations that the host launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xorl.train.plan.rates import Rates
 RECURRENT_FLOPS_PER_S = 60e12
 # The share of torch's elementwise operations that compiled code launches; the others are fused.
 FUSED_SHARE = 0.25
-# Extra time of the host for an exchange, in launches of other operations; from short rows that two GPUs share, in
+# Extra host time to launch an exchange, in launches of other operations; from the short rows that two GPUs share in
 # docs/records/layouts.md.
 EXCHANGE_LAUNCHES = 1.5
 PRODUCT_NAMES = {torch.float32: "fp32", torch.float64: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
@@ -22,7 +22,7 @@ OF_EXPERTS = ("gather_tokens", "gather_rows", "reduce_rows", "reduce_tokens")
 
 
 class Work(NamedTuple):
-    """Seconds of a GPU by what it computes, seconds of its exchanges, and what the host launches."""
+    """Seconds of a GPU by what it computes, seconds of its exchanges, and operations that the host launches."""
 
     computing: dict[str, float]
     exchanging: float

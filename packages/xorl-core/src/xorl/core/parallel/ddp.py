@@ -62,22 +62,25 @@ def _sum_gradients(owner: weakref.ref[Replicated], bucket: GradBucket) -> torch.
         replica.on_last_bucket()
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    # On one stream, which alone uses the memory of the sums, they take turns in it, however far the host is ahead.
+    # All sums run on one stream and reuse its memory, so they do not pile up when the host runs ahead of the device.
     with torch.cuda.stream(stream):
         if buffer.dtype == torch.float32:
             dist.all_reduce(buffer, group=replica.process_group)
         else:
             _sum_in_fp32(buffer, replica.process_group)
         summed = torch.futures.Future[Tensor](devices=None if stream is None else [buffer.device])
-        # Sums of their own would stay in memory until the backward pass ends.
+        # A sum in other memory would stay there until the backward pass ends.
         summed.set_result(buffer)
     return summed
 
 
 def _sum_in_fp32(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum values over the ranks in fp32, in place. Each rank adds up a part of them, and rounds it once.
+    """Sum a bucket over the ranks in fp32, in place. Each rank adds up one part of it and rounds the sums once.
 
-    With values of half precision, half as many bytes travel as if they were converted before.
+    Values travel in their own dtype: in half precision, that is half the traffic of an all-reduce in fp32.
+
+    Args:
+        buffer: [N].
     """
     num_ranks = group.size()
     num_padding = -len(buffer) % num_ranks
