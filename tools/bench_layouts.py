@@ -3,6 +3,8 @@
     uv run tools/bench_layouts.py                                                       # two CPU ranks, a minute
     python tools/bench_layouts.py --shape qwen3-8b --ranks 2 --seq 16384 --tokens-per-step 131072 --recompute
     python tools/bench_layouts.py --shape qwen3-30b-a3b-12-layers --ranks 2 --seq 4096 --tokens-per-step 65536
+    python tools/bench_layouts.py --shape qwen3-30b-a3b-12-layers --ranks 2 --steps 50 --mixed --compile \
+        --param-dtype bf16 --layouts "ep 2, ddp" "ep 2, ddp, CUDA graphs"
 
 All layouts train on the same batches: documents that each repeat a cycle of tokens, so that the losses fall. FSDP2
 alone, which is measured first, is what the others are compared with. Prints a table in Markdown; "loss" and "norm" are
@@ -22,11 +24,14 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
+import torch
 
 from xorl.cli.bench_config import SHAPES
 from xorl.config import load_config
+from xorl.config.fields import ParameterDtype
 from xorl.core.runtime import global_rank, shutdown
 from xorl.train.build import build_run
 from xorl.train.loop import train
@@ -38,6 +43,8 @@ SHORTEST, LONGEST = 256, 4096
 CYCLE = 64
 # With this `ep_dispatch`, layers cannot be compiled.
 EXACT = "alltoall"
+REPLICAS = {"data_parallel_mode": "ddp"}
+GRAPHS = {"enable_cuda_graphs": True, "enable_gradient_checkpointing": True, "recompute_policy": "module"}
 
 
 @dataclass(frozen=True)
@@ -65,16 +72,19 @@ class Run:
 def layouts(num_ranks: int, *, has_experts: bool) -> Iterator[tuple[str, Mapping[str, int | str]]]:
     """The name and options of each layout, FSDP2 alone first. A name may end with a dispatch of tokens to experts."""
     yield "fsdp2", {}
+    yield from replicas("ddp", {})
     sizes = [size for size in (2, 4, 8) if num_ranks % size == 0]
     for size in sizes:
         context = {f"ulysses {size}": {"ulysses_parallel_size": size}, f"ring {size}": {"ringattn_parallel_size": size}}
         yield from context.items()
+        if size == num_ranks:
+            yield from replicas(f"ulysses {size}, ddp", context[f"ulysses {size}"])
         yield f"tp {size}", {"tensor_parallel_size": size}
         if has_experts:
             experts = {"expert_parallel_size": size}
             yield f"ep {size}", experts
             if size == num_ranks:
-                yield f"ep {size}, ddp", {**experts, "data_parallel_mode": "ddp"}
+                yield from replicas(f"ep {size}, ddp", experts)
             yield f"ep {size}, {EXACT}", experts
             for name, axis in context.items():
                 yield f"{name}, ep {size}", {**axis, **experts}
@@ -84,6 +94,13 @@ def layouts(num_ranks: int, *, has_experts: bool) -> Iterator[tuple[str, Mapping
         if has_experts:
             yield "ulysses 2, ep 4", {"ulysses_parallel_size": 2, "expert_parallel_size": 4}
             yield "tp 2, ep 4", {"tensor_parallel_size": 2, "expert_parallel_size": 4}
+
+
+def replicas(name: str, axes: Mapping[str, int]) -> Iterator[tuple[str, Mapping[str, int | str]]]:
+    """The layout of replicas with these axes, and the same with layers in CUDA graphs, which need a GPU."""
+    yield name, {**axes, **REPLICAS}
+    if torch.cuda.is_available():
+        yield f"{name}, CUDA graphs", {**axes, **REPLICAS, **GRAPHS}
 
 
 def write_documents(file: Path, vocab_size: int, longest: int, num_tokens: int) -> None:
@@ -112,9 +129,8 @@ def train_rank(config: Path) -> None:
 
 def measure(options: argparse.Namespace, name: str, changes: Mapping[str, int | str], folder: Path) -> Run:
     """Train in one layout, on all ranks."""
-    num_sharing = math.prod(
-        size for axis, size in changes.items() if isinstance(size, int) and axis != "expert_parallel_size"
-    )
+    axes = [axis for axis in changes if axis.endswith("_parallel_size") and axis != "expert_parallel_size"]
+    num_sharing = math.prod(int(changes[axis]) for axis in axes)
     output = folder / name.replace(" ", "_").replace(",", "")
     is_exact = name.endswith(EXACT)
     config = {
@@ -123,13 +139,15 @@ def measure(options: argparse.Namespace, name: str, changes: Mapping[str, int | 
             "datasets": [{"path": str(folder / "documents.jsonl"), "type": "tokenized"}],
             "sample_packing_sequence_len": options.seq,
             "dataset_prepared_path": str(folder / "prepared"),
+            # Graphs are captured for each number of tokens.
+            **({"pad_to_multiple_of": options.seq} if "enable_cuda_graphs" in changes else {}),
         },
         "train": {
             "output_dir": str(output),
             "data_parallel_mode": "fsdp2",
             "gradient_accumulation_steps": options.tokens_per_step * num_sharing // (options.seq * options.ranks),
             "lr": 1e-4,
-            "param_dtype": "fp32",
+            "param_dtype": options.param_dtype,
             "enable_mixed_precision": options.mixed,
             "enable_gradient_checkpointing": options.recompute,
             "recompute_policy": "operation" if options.recompute else "module",
@@ -163,6 +181,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--recompute", action="store_true", help="recompute what is not a product or attention")
     parser.add_argument("--mixed", action="store_true", help="compute in bf16, as GPUs should")
+    parser.add_argument("--param-dtype", choices=get_args(ParameterDtype), default="fp32")
     parser.add_argument(
         "--compile", action="store_true", help=f"compile the layers, except with {EXACT}, which refuses it"
     )
