@@ -102,6 +102,7 @@ def test_an_unknown_architecture_lists_the_known_ones(architectures):
         ("GPT2LMHeadModel", {"n_head": 7}, "n_embd: 64 must be a multiple of n_head: 7"),
         ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention: True is not supported"),
         ("GPT2LMHeadModel", {"activation_function": "tanh"}, "activation_function: 'tanh' is not supported"),
+        ("Lfm2ForCausalLM", {"intermediate_size": 1}, "a feed-forward block must be at least 1, got 0"),
     ],
 )
 def test_what_is_not_built_is_refused_by_key_and_value(architecture, changes, message):

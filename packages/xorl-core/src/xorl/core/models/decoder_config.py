@@ -41,6 +41,8 @@ class DenseConfig:
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, Literal["gated", "plain"])
+        if self.width < 1:
+            raise ValueError(f"the width of a feed-forward block must be at least 1, got {self.width}")
         known = [*ACTIVATIONS, *(TRAINED_ACTIVATIONS if self.kind == "plain" else ())]
         if self.activation not in known:
             raise ValueError(f"activation: {self.activation!r} is not one of {', '.join(map(repr, known))}")
