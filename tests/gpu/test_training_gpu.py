@@ -35,6 +35,15 @@ def test_two_gpus_agree_with_one(mode: str, train, two_gpus) -> None:
         assert two == pytest.approx(one, rel=1e-2), name
 
 
+def test_a_stage_may_have_nothing_to_train(train, two_gpus) -> None:
+    # Catches norms that one stage adds up on its host and the other on its GPU, so that both wait for each other.
+    options = ["--lora.enable_lora", "true", "--lora.lora_target_modules", "[0.self_attn.q_proj]"]
+    options += ["--train.gradient_accumulation_steps", "4"]
+    one = train("first_layer_one", *options)
+    two = train("first_layer_two", *options, "--train.pipeline_parallel_size", "2", gpus=2)
+    assert two == pytest.approx(one, rel=1e-2)
+
+
 @pytest.mark.parametrize(
     "options",
     [

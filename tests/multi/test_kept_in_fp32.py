@@ -17,6 +17,7 @@ from ranks import Launch, Launches
 from tiny_models import hf_config, write_config
 from xorl.core.nn.gated_delta_net import Decay
 from xorl.core.nn.moe import MixtureOfExperts
+from xorl.lora.adam import Adam
 from xorl.train.engine import Engine
 from xorl.train.verify import _draw
 
@@ -80,6 +81,19 @@ def corrected(folder: Path, layout: str) -> tuple[list[Tensor], list[Tensor]]:
     return before, [whole(each.correction) for each in mixtures]
 
 
+def decayed_by(folder: Path) -> set[str]:
+    """The last parts of the names of parameters that the weight decay of a client's step changes."""
+    config = run_config(folder, DECAYS, ONE_PROCESS)
+    engine = engine_for(config)
+    _draw(engine.model.module)
+    named = {name: one for name, one in engine.model.module.named_parameters() if one.requires_grad}
+    before = {name: one.detach().clone() for name, one in named.items()}
+    for one in named.values():
+        one.grad = torch.zeros_like(one)
+    engine.optim_step_with(Adam(lr=1e-2, weight_decay=0.5), 1.0, None)
+    return {name.rpartition(".")[2] for name, one in named.items() if not torch.equal(one, before[name])}
+
+
 @pytest.fixture(scope="module")
 def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = tmp_path_factory.mktemp("models")
@@ -88,7 +102,15 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     cells = {(family, layout): (2, partial(after_a_step, folder, family, layout)) for family, layout in CASES}
     cells |= {("evened", layout): (2 if layout else 1, partial(corrected, folder, layout)) for layout in ("", *EVENED)}
     cells |= {("summed", layout): (2 if layout else 1, partial(summed, folder, layout)) for layout in ("", *SUMMED)}
+    cells["decayed", ""] = (1, partial(decayed_by, folder))
     return launch(cells)
+
+
+def test_a_client_cannot_decay_what_has_no_weight_decay(found: Launches) -> None:
+    # Catches decays of recurrences that shrink in each step because a client asked for weight decay.
+    [names] = found("decayed", "")
+    assert "weight" in names
+    assert not names & {"A_log", "dt_bias"}
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)

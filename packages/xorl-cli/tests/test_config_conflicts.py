@@ -63,6 +63,7 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
 
 # Options that others are refused or ignored beside.
 LORA = "lora.enable_lora: true"
+QLORA = "lora.enable_qlora: true"  # implies enable_lora
 STREAM = "data.streaming: true, train.max_steps: 3"
 RANDOM = "model.model_path: null, model.config_path: c"
 PLAIN = "train.enable_gradient_checkpointing: false"
@@ -106,6 +107,9 @@ GRAPHS = "train.enable_cuda_graphs: true, train.data_parallel_mode: ddp, train.e
         ("train.reshard_after_forward: true, train.enable_full_shard: false", "remove one of the two"),
         ("train.router_correction_rate: 1e-3, train.freeze_router: true", "set one of the two alone"),
         (f"train.router_correction_rate: 1e-3, {LORA}", "corrections belong to it"),
+        (f"train.router_correction_rate: 1e-3, {QLORA}", "corrections belong to it"),
+        (f"model.encoders: {{image: {{config_path: c}}}}, {LORA}", "need a base in one folder"),
+        (f"model.encoders: {{image: {{config_path: c}}}}, {QLORA}", "need a base in one folder"),
         ("train.data_parallel_shard_size: 2, train.data_parallel_mode: none", "none does not divide"),
         ("train.data_parallel_replicate_size: 2, train.data_parallel_mode: none", "none does not divide"),
         ("train.data_parallel_shard_size: 2, train.data_parallel_mode: ddp", "ddp does not shard"),
@@ -184,7 +188,7 @@ def test_options_that_contradict_each_other_are_refused(options: str, message: s
         (f"{GRAPHS}, model.moe_implementation: eager", "moe_implementation is null, quack"),
         (f"{GRAPHS}, train.enable_mixed_precision: false", "enable_mixed_precision is true"),
         (f"{GRAPHS}, {LORA}", "lora.enable_lora is false"),
-        (f"{GRAPHS}, lora.enable_qlora: true", "lora.enable_qlora is false"),
+        (f"{GRAPHS}, {QLORA}", "lora.enable_qlora is false"),
         ("train.enable_activation_offload: true, train.recompute_policy: auto", "auto chooses it"),
         ("train.recompute_num_layers: 2, train.recompute_policy: auto", "auto chooses it"),
         (f"train.recompute_num_layers: 2, {PLAIN}", "enable_gradient_checkpointing is true"),
@@ -206,6 +210,8 @@ def test_options_that_contradict_each_other_are_refused(options: str, message: s
         ("lora.sweep: [{name: a}]", "enable_lora is true"),
         (f"lora.sweep_members_per_pass: 2, {LORA}", "lora.sweep is"),
         (f"lora.quant_group_size: 16, {LORA}", "enable_qlora is true"),
+        (f"train.projector_lr: 1e-3, {LORA}", "freeze_projectors is false (without adapters)"),
+        (f"train.projector_lr: 1e-3, {QLORA}", "freeze_projectors is false (without adapters)"),
         ("lora.aqn_alpha: 0.5", "enable_aqn is true"),
         (f"lora.save_lora_only: true, {LORA}, lora.sweep: [{{name: m0}}]", "only saves adapters"),
         ("data.datasets: [{chat_template: a.jinja, type: text}]", "type is chat"),

@@ -3,9 +3,11 @@
 import math
 import re
 from itertools import accumulate, pairwise
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from xorl.core.nn.share import Share
@@ -458,3 +460,18 @@ def test_a_stage_has_the_weight_decay_of_the_whole_model() -> None:
         optimizer = build_optimizer("adamw", named, lr=0.1, weight_decay=0.5, no_decay_modules=["att"], all_names=names)
         decays = [group["weight_decay"] for group in optimizer.param_groups for _ in group["params"]]
         assert decays == [0.0 if name == names[0] else 0.5 for name in own]
+
+
+def test_a_stage_without_gradients_adds_up_where_the_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Catches a sum of norms on the host of a stage that trains nothing, for which the GPUs of the others wait.
+    reduced: list[str] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: reduced.append(tensor.device.type))
+    stages = cast(dist.ProcessGroup, object())
+    norm, scale = gradient_scale([], 2.0, 1.0, stages=stages, device=torch.device("meta"))
+    assert [*reduced, norm.device.type, scale.device.type] == ["meta"] * 3
+
+
+def test_groups_say_what_may_have_weight_decay_if_there_is_none_yet() -> None:
+    # Catches a decay that is set later, as clients of the service do, on parameters that must have none.
+    optimizer = build_optimizer("adamw", model().named_parameters(), lr=0.1, weight_decay=0.0, never_decayed=["1.bias"])
+    assert [(group["decays"], len(group["params"])) for group in optimizer.param_groups] == [(True, 5), (False, 1)]

@@ -39,7 +39,7 @@ def _encoders_are_complete(config: Config) -> Iterator[Conflict]:
             "model_path and config_path of image are both null: set model_path to start from weights, or config_path "
             "to start from random weights",
         )
-    if config.lora.enable_lora:
+    if config.lora.has_adapters:
         yield Conflict(
             ("model.encoders", "lora.enable_lora"),
             "adapters need a base in one folder, and the projector of a composition is new: train the projector first, "
@@ -70,7 +70,7 @@ def _corrections_are_trained(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             (rate, "train.freeze_router"), "freeze_router keeps routers as they are: set one of the two alone"
         )
-    if config.train.router_correction_rate and config.lora.enable_lora:
+    if config.train.router_correction_rate and config.lora.has_adapters:
         yield Conflict((rate, "lora.enable_lora"), "adapters leave the base as it is, and corrections belong to it")
 
 

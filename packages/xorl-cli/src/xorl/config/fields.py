@@ -435,6 +435,11 @@ class LoraFields(Section):
         "layer.",
     )
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained, which enable_qlora implies, and the base is frozen."""
+        return self.enable_lora or self.enable_qlora
+
 
 class SeedFields(Section):
     """Seeding"""

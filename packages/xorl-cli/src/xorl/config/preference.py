@@ -40,7 +40,7 @@ def base_changes(config: Config) -> str | None:
     Without adapters at all, that is lora.enable_lora.
     """
     lora = config.lora
-    if not lora.enable_lora and not lora.enable_qlora:
+    if not lora.has_adapters:
         return "lora.enable_lora"
     options = ("modules_to_save", "merge_lora_interval", "adapter_path")
     return next((f"lora.{option}" for option in options if getattr(lora, option)), None)

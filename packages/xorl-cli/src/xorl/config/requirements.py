@@ -52,7 +52,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("train.projector_lr",),
         "train.freeze_projectors",
         "false (without adapters)",
-        lambda config: not config.train.freeze_projectors and not config.lora.enable_lora,
+        lambda config: not config.train.freeze_projectors and not config.lora.has_adapters,
     ),
     Requirement(
         ("train.pipeline_parallel_schedule", "train.pp_variable_seq_lengths"),
@@ -304,7 +304,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ),
         "lora.enable_lora",
         "true",
-        lambda config: config.lora.enable_lora or config.lora.enable_qlora,
+        lambda config: config.lora.has_adapters,
     ),
     Requirement(
         KIND_OF_ADAPTER,

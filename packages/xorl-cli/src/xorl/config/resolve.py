@@ -104,9 +104,8 @@ def _train_defaults(config: Config) -> Iterator[Default]:
     if train.max_grad_norm == 0:
         yield Default("train.max_grad_norm", None, "")
     if train.param_dtype is None:
-        has_adapters = lora.enable_lora or lora.enable_qlora
-        dtype = "bf16" if has_adapters and train.enable_mixed_precision else "fp32"
-        yield Default("train.param_dtype", dtype, "default, lora.enable_lora" if has_adapters else "")
+        dtype = "bf16" if lora.has_adapters and train.enable_mixed_precision else "fp32"
+        yield Default("train.param_dtype", dtype, "default, lora.enable_lora" if lora.has_adapters else "")
     if train.load_checkpoint_path == "":
         yield Default("train.load_checkpoint_path", None, "")
     if train.load_weights_mode in ("auto", "safetensors"):

@@ -52,7 +52,7 @@ def server_without_effect(config: ServerConfig) -> tuple[ServerConfig, list[With
         WithoutEffect(SERVER_NAMES[option.path], option.value, in_server_terms(option.condition))
         for option in local_options
     ]
-    if not (config.enable_lora or config.enable_qlora):
+    if not config.has_adapters:
         found += [
             WithoutEffect(name, getattr(config, name), "unless enable_lora is true")
             for name in ("max_lora_rank", "lora_models_on_device")
@@ -120,7 +120,7 @@ def unknown_option_hint(path: str) -> str | None:
 
 
 def _adapters_use_the_default_optimizer(config: ServerConfig) -> Iterator[Conflict]:
-    if not (config.enable_lora or config.enable_qlora):
+    if not config.has_adapters:
         return
     for name in ("optimizer", "enable_reentrant"):
         default = ServerConfig.model_fields[name].default
@@ -130,13 +130,13 @@ def _adapters_use_the_default_optimizer(config: ServerConfig) -> Iterator[Confli
 
 
 def _adapters_leave_routers(config: ServerConfig) -> Iterator[Conflict]:
-    if (config.enable_lora or config.enable_qlora) and not config.freeze_router:
+    if config.has_adapters and not config.freeze_router:
         message = "adapters do not train routers: leave freeze_router at true, or set enable_lora to false"
         yield Conflict(("freeze_router", "enable_lora"), message)
 
 
 def _adapters_are_on_whole_matrices(config: ServerConfig) -> Iterator[Conflict]:
-    if (config.enable_lora or config.enable_qlora) and config.tensor_parallel_size > 1:
+    if config.has_adapters and config.tensor_parallel_size > 1:
         message = (
             "ranks share matrices only with full weights: set enable_lora to false, or leave tensor_parallel_size at "
             "1; data_parallel_mode: fsdp2 shards models that do not fit on one GPU"

@@ -88,7 +88,7 @@ def resolve_server(config: ServerConfig) -> tuple[ServerConfig, dict[str, str]]:
     if config.model_name is None:
         named = "model_path" if config.model_path is not None else "config_path"
         set_default("model_name", getattr(config, named), f"default, {named}")
-    if config.max_lora_rank is None and (config.enable_lora or config.enable_qlora):
+    if config.max_lora_rank is None and config.has_adapters:
         set_default("max_lora_rank", config.lora_rank, "default, lora_rank")
     if config.load_checkpoint_path == "":
         set_default("load_checkpoint_path", None, "")

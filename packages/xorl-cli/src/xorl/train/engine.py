@@ -134,6 +134,8 @@ class Engine:
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._divided = model.shares.divided(model.module)
         self._stages = model.mesh.pp.group if model.mesh.pp.size > 1 else None
+        # Frozen parameters show it too, on a stage of a pipeline that trains none. With offloading, it is the host.
+        self._gradients_on = next((p.device for p in model.module.parameters()), device)
         self._accumulation = Fp32Accumulation(self._parameters)
         self._executor = executor_of(model, schedule)
 
@@ -202,8 +204,9 @@ class Engine:
         The optimizer uses the hyperparameters of `adam` that it has; all have lr and weight_decay. `kind_of` (name of a
         parameter -> kind of layer), if given, requests gradient norms by kind of layer.
         """
-        options = {"betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay}
         for group in self.optimizer.param_groups:
+            decay = adam.weight_decay if group["decays"] else 0.0
+            options = {"betas": adam.betas, "eps": adam.eps, "weight_decay": decay}
             group.update({key: value for key, value in options.items() if key in group})
         self.model.shares.sum_gradients(self.model.module)
         norms = {} if kind_of is None else self._norms(kind_of)
@@ -249,14 +252,20 @@ class Engine:
         for name, parameter in self.model.module.named_parameters():
             if parameter.requires_grad:
                 by_kind[kind_of(name)].append(parameter)
-        norms = gradient_norms(list(by_kind.values()), self._divided, self._stages)
+        norms = gradient_norms(list(by_kind.values()), self._divided, self._stages, self._gradients_on)
         return dict(zip(by_kind, norms.unbind(), strict=True))
 
     def _step(
         self, lr: float, divisor: Tensor | float, max_grad_norm: float | None, norm: Tensor | None = None
     ) -> Update:
         norm, scale = gradient_scale(
-            self._parameters, divisor, max_grad_norm, norm, divided=self._divided, stages=self._stages
+            self._parameters,
+            divisor,
+            max_grad_norm,
+            norm,
+            divided=self._divided,
+            stages=self._stages,
+            device=self._gradients_on,
         )
         skipped = (~torch.isfinite(norm)).float()
         for group in self.optimizer.param_groups:

@@ -94,7 +94,6 @@ def options_from_config(
     assert path is not None, "a resolved configuration has a model"
     model_config = read_model_config(path)
     vocab_size = model_config.get("vocab_size", 0)
-    enable_lora = config.enable_lora or config.enable_qlora
     return OrchestratorOptions(
         api_address=api_address,
         worker_address=worker_address,
@@ -106,9 +105,9 @@ def options_from_config(
         tokenizer_path=None if config.tokenizer_path == path else config.tokenizer_path,
         arch=str(model_config.get("model_type", "")),
         vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
-        enable_lora=enable_lora,
-        lora_rank=config.lora_rank if enable_lora else None,
-        lora_alpha=config.lora_alpha if enable_lora else None,
+        enable_lora=config.has_adapters,
+        lora_rank=config.lora_rank if config.has_adapters else None,
+        lora_alpha=config.lora_alpha if config.has_adapters else None,
         workers_file=None if workers_file is None else str(workers_file),
         restarts_file=None if restarts_file is None else str(restarts_file),
         keys=None if keys is None else str(keys),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Unpack, get_args
 
@@ -42,8 +43,12 @@ class DDPTrainer(_DistributedTrainer):
 
     def _place(self, model: nn.Module) -> nn.Module:
         mesh = Mesh(ParallelDims.resolve("ddp", self.num_ranks), self.device.type)
-        self._parallel = ParallelModel(model, replicate(model.to(self.device), mesh), mesh)
-        return self._parallel.forward
+        self._replica = replicate(model.to(self.device), mesh)
+        self._parallel = ParallelModel(model, self._replica, mesh)
+        return self._replica
+
+    def _accumulation(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if is_last else self._replica.no_sync()
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class FSDPTrainer(_DistributedTrainer):
     """Trains a model whose parameters, gradients and optimizer state are sharded over the ranks (FSDP2).
 
     Training starts from rank 0's weights. The model is sharded in place, unit by unit, so it need not fit on a device.
+    Gradients are reduced in every micro-batch, so a unit may take part in some micro-batches only, the same on all
+    ranks.
 
     sharding_strategy: FULL_SHARD gathers the parameters of a unit for its forward pass and again for its backward
     pass. SHARD_GRAD_OP keeps them gathered in between. HYBRID_SHARD is FULL_SHARD within groups of `shard_size` ranks

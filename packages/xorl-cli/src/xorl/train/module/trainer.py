@@ -237,7 +237,7 @@ class Trainer:
 
     def _accumulation(self, *, is_last: bool) -> AbstractContextManager[None]:
         """The context of a micro-batch's forward and backward pass."""
-        return nullcontext() if self._parallel is None else self._parallel.accumulation(is_last=is_last)
+        return nullcontext()
 
     def _reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduce `tensor` over all ranks, in place."""

@@ -45,6 +45,7 @@ def gradient_scale(
     *,
     divided: Divided = UNDIVIDED,
     stages: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (norm, scale): the norm of the gradients divided by `divisor`, and the number to divide gradients by.
 
@@ -52,13 +53,13 @@ def gradient_scale(
     the scale also clips to `max_norm`; None or 0 disables clipping. If the norm of the undivided gradients is already
     known, pass it as `norm`. Both results are fp32 scalars on the gradients' device, the same on every rank. The
     gradients are not changed. Collective if parameters are sharded, also on a rank where none has a gradient; does not
-    synchronise with the host. For `divided` and `stages` see `gradient_norms`.
+    synchronise with the host. For `divided`, `stages` and `device` see `gradient_norms`.
 
     Raises ValueError unless `parameters` is a list or tuple of tensors, for a number as divisor that is not above 0,
     and for a negative `max_norm`. With a tensor of 0, as in a step without trained tokens, the norm is not finite.
     """
-    _check_scale(parameters, divisor, max_norm, may_be_empty=stages is not None)
-    [norm] = gradient_norms([parameters], divided, stages) if norm is None else [norm]
+    _check_scale(parameters, divisor, max_norm, may_be_empty=device is not None)
+    [norm] = gradient_norms([parameters], divided, stages, device) if norm is None else [norm]
     # This synchronises only if gradients are in host memory, where the host has already waited for them.
     scale = divisor.to(norm) if isinstance(divisor, Tensor) else torch.full_like(norm, divisor)
     norm = norm / scale
@@ -69,7 +70,10 @@ def gradient_scale(
 
 @torch.no_grad()
 def gradient_norms(
-    sets: Sequence[Sequence[Tensor]], divided: Divided = UNDIVIDED, stages: dist.ProcessGroup | None = None
+    sets: Sequence[Sequence[Tensor]],
+    divided: Divided = UNDIVIDED,
+    stages: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """The 2-norms of the gradients of several sets of parameters, in fp32: [number of sets].
 
@@ -78,12 +82,13 @@ def gradient_norms(
 
     divided: for each parameter of which the ranks of further process groups hold some, who they are.
     stages: the ranks that hold other parameters of the same sets; some of them may hold none.
+    device: where gradients are on all these ranks; None: where the first parameter is, which each rank then must have.
 
-    Raises ValueError if a set is no list or tuple, or if no set has a parameter, unless there are `stages`.
+    Raises ValueError if a set is no list or tuple, or if no set has a parameter, unless `device` is given.
     """
     if not isinstance(sets, list | tuple) or not all(isinstance(one, list | tuple) for one in sets):
         raise ValueError("sets: must be a list of lists of tensors; pass [list(parameters)] for one set")
-    if not any(sets) and stages is None:
+    if not any(sets) and device is None:
         raise ValueError("sets: there are no parameters in any set")
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[list[Tensor]]] = {}
     # Query the mesh once per placement, not per parameter: there are few placements and many parameters.
@@ -103,8 +108,9 @@ def gradient_norms(
                 by_set[index] += (
                     [gradient] if rest.counted is None else [gradient[rows.start : rows.stop] for rows in rest.counted]
                 )
-    devices = (local(parameter).device for parameters in sets for parameter in parameters)
-    total = torch.zeros(len(sets), device=next(devices, None))
+    if device is None:
+        device = next(local(parameter).device for parameters in sets for parameter in parameters)
+    total = torch.zeros(len(sets), device=device)
     # Parameters are in the same order on every rank, so all ranks issue these reductions in the same order.
     for groups, by_set in by_groups.items():
         squares = torch.stack([square_sum(grads) if grads else total.new_zeros(()) for grads in by_set])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -54,6 +54,8 @@ def build_optimizer(
     Args:
         lr: the peak of the schedule. Each group has an `lr_scale`, which multiplies its learning rate; `lr_scales`
             are those of parameters by name, if not 1. Matrices of muon have that of `muon`.
+        weight_decay: of all parameters but those that the next arguments select. Each group says with `decays`
+            whether it may have any, for callers that change it later.
         no_decay_modules, no_decay_params: matched against module paths and against the last parts of names; tensors
             that either selects have no weight decay. See `undecayed`.
         never_decayed: the names of further parameters without weight decay.
@@ -83,15 +85,12 @@ def build_optimizer(
     trained = [(path, parameter) for path, parameter in named.items() if parameter.requires_grad]
     _check_trained(named, [path for path, _ in trained], may_be_none=all_names is not None)
     free = undecayed(names, no_decay_modules, no_decay_params) | set(tensor_names(never_decayed, stacked))
-    groups: dict[tuple[bool, float, float, tuple[RowDecay, ...]], dict[str, Any]] = {}
+    groups: dict[tuple[bool, float, _Decay], dict[str, Any]] = {}
     for path, parameter in trained:
-        decay, by_rows = _decay_of(stacked.get(path, [(path, 1)]), free, weight_decay)
+        decay = _Decay.of(stacked.get(path, [(path, 1)]), free, weight_decay)
         is_matrix = name == "muon" and muon is not None and path in muon.matrices
         lr_scale = muon.lr / lr if is_matrix and muon is not None else lr_scales.get(path, 1.0)
-        group = groups.setdefault(
-            (is_matrix, lr_scale, decay, by_rows),
-            {"params": [], "weight_decay": decay, "row_decays": by_rows, "lr_scale": lr_scale},
-        )
+        group = groups.setdefault((is_matrix, lr_scale, decay), {"params": [], **decay._asdict(), "lr_scale": lr_scale})
         group["params"].append(parameter)
         group.setdefault("shares", []).append(shares.get(path))
         if name in ("anyprecision_adamw", "muon"):
@@ -99,7 +98,8 @@ def build_optimizer(
         if is_matrix and muon is not None:
             group.setdefault("matrices", []).append(tuple(muon.matrices[path]))
             group.setdefault("divided", []).append(tuple(muon.divided.get(path, [None])))
-    filled = [*groups.values()] or [{"params": [], "weight_decay": weight_decay, "lr_scale": 1.0}]
+    none = {"params": [], **_Decay(weight_decay, True, ())._asdict(), "lr_scale": 1.0}
+    filled = [*groups.values()] or [none]
     if name == "adamw":
         return AdamW(filled, lr)
     if name == "anyprecision_adamw":
@@ -110,12 +110,19 @@ def build_optimizer(
     return SGD(filled, lr)
 
 
-def _decay_of(
-    tensors: Sequence[tuple[str, int]], free: Collection[str], weight_decay: float
-) -> tuple[float, tuple[RowDecay, ...]]:
-    """The weight decay of a parameter that stacks `tensors`, and that of its rows if they differ."""
-    rows = row_decays(tensors, free, weight_decay)
-    return (rows[0].decay, ()) if len(rows) == 1 else (weight_decay, rows)
+class _Decay(NamedTuple):
+    """What the group of a parameter says about weight decay; `row_decays` if it differs between the rows."""
+
+    weight_decay: float
+    decays: bool
+    row_decays: tuple[RowDecay, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[tuple[str, int]], free: Collection[str], weight_decay: float) -> _Decay:
+        """That of a parameter that stacks `tensors`, given as names and numbers of rows; `free` have none."""
+        decays = any(tensor not in free for tensor, _ in tensors)
+        rows = row_decays(tensors, free, weight_decay)
+        return cls(weight_decay if decays else 0.0, decays, rows if len(rows) > 1 else ())
 
 
 def _check_state_dtype(state_dtype: object) -> None:

@@ -53,7 +53,7 @@ def trained_in_replicas(model: nn.Module, excluded: Sequence[nn.Module]) -> list
 
 
 def _sum_gradients(owner: weakref.ref[Replicated], bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook that sums a bucket over the ranks in fp32, whatever its dtype."""
+    """A communication hook that sums a bucket over the ranks, in fp32 or its own dtype if that is wider."""
     replica = owner()
     assert replica is not None
     assert replica.process_group is not None
@@ -64,7 +64,7 @@ def _sum_gradients(owner: weakref.ref[Replicated], bucket: GradBucket) -> torch.
         stream.wait_stream(torch.cuda.current_stream())
     # All sums run on one stream and reuse its memory, so they do not pile up when the host runs ahead of the device.
     with torch.cuda.stream(stream):
-        if buffer.dtype == torch.float32:
+        if buffer.dtype in (torch.float32, torch.float64):
             dist.all_reduce(buffer, group=replica.process_group)
         else:
             _sum_in_fp32(buffer, replica.process_group)

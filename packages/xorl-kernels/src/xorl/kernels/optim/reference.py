@@ -104,7 +104,9 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """See `updates.square_sum`."""
-    return torch.stack(list(foreach_norm(list(tensors), 2, dtype=torch.float32))).square().sum()
+    # A norm may be computed in a wider dtype than its tensor's, not in a narrower one.
+    values = [tensor.float() if tensor.dtype == torch.float64 else tensor for tensor in tensors]
+    return torch.stack(list(foreach_norm(values, 2, dtype=torch.float32))).square().sum()
 
 
 def _inverse(grad_scale: Tensor | None) -> Tensor | float:
