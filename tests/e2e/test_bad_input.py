@@ -100,6 +100,19 @@ def checkpoint_that_was_half_deleted(folder: Path) -> list[str]:
     return [*AUTO, "--train.max_steps", "4"]
 
 
+def without_hidden_files(folder: Path) -> list[str]:
+    (folder / "output" / "checkpoints" / "global_step_2" / ".metadata").unlink()  # as `cp -r folder/* copy` does
+    return [*AUTO, "--train.max_steps", "4"]
+
+
+def with_a_byte_changed(folder: Path) -> list[str]:
+    [file] = (folder / "output" / "checkpoints" / "global_step_2").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return [*AUTO, "--train.max_steps", "4"]
+
+
 def latest_that_is_a_folder(folder: Path) -> list[str]:
     (folder / "output" / "checkpoints" / "latest").mkdir(parents=True)
     return [*AUTO]
@@ -136,6 +149,14 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     "checkpoint half deleted": (
         checkpoint_that_was_half_deleted,
         ["train.output_dir", "global_step_2 is not complete", "move it away"],
+    ),
+    "checkpoint without hidden files": (
+        without_hidden_files,
+        ["train.load_checkpoint_path: ", "global_step_2 is damaged", ".metadata is missing", "Copy the folder again"],
+    ),
+    "checkpoint with a byte changed": (
+        with_a_byte_changed,
+        ["train.load_checkpoint_path: ", "global_step_2 is damaged", "distcp has changed", "Copy the folder again"],
     ),
     "latest is a folder": (
         latest_that_is_a_folder,
@@ -209,7 +230,7 @@ BEFORE_DATA: dict[str, tuple[Change, list[str]]] = {
         ["lora.lora_target_modules", "q_prj"],
     ),
 }
-AFTER_A_RUN = {"checkpoint of another model", "checkpoint half deleted", "output holds a run"}
+AFTER_A_RUN = {case for case in CASES if case.startswith("checkpoint ")} | {"output holds a run"}
 
 
 @pytest.mark.parametrize("case", [*CASES, *BEFORE_DATA])

@@ -192,6 +192,7 @@ def test_crash_between_publishing_and_latest_loses_nothing(tmp_path, caplog, mak
     assert "event=latest_behind" in caplog.text
     (tmp_path / ".saving_global_step_30_0").mkdir()
     complete_interrupted(tmp_path)
+    assert caplog.text.count("event=latest_behind") == 1
     assert names_in(tmp_path) == ["global_step_10", "global_step_20", "latest"]
     assert (tmp_path / "latest").read_text() == "global_step_20\n"
 

@@ -166,9 +166,14 @@ def require_intact(folder: Path, files: Mapping[str, FileRecord], hashed: Iterab
     """Check the sizes of `files` and the hashes of those in `hashed`; raises CheckpointError naming damaged ones."""
     problems = size_problems(folder, files) or hash_problems(folder, files, hashed)
     if problems:
-        more = "" if len(problems) <= 5 else f"\n  and {len(problems) - 5} more"
-        shown = "\n  ".join(problems[:5])
-        raise CheckpointError(f"{folder} is damaged; nothing was loaded\n  {shown}{more}\n{_advice(folder)}")
+        raise damaged(folder, problems)
+
+
+def damaged(folder: Path, problems: Sequence[str]) -> CheckpointError:
+    """An error that lists the problems of files in a checkpoint, with advice."""
+    more = "" if len(problems) <= 5 else f"\n  and {len(problems) - 5} more"
+    shown = "\n  ".join(problems[:5])
+    return CheckpointError(f"{folder} is damaged; nothing was loaded\n  {shown}{more}\n{_advice(folder)}")
 
 
 def _advice(folder: Path) -> str:
@@ -208,19 +213,20 @@ def is_complete(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def latest_checkpoint(root: Path) -> Path | None:
+def latest_checkpoint(root: Path, *, warns: bool = True) -> Path | None:
     """The checkpoint from which `auto` resumes: the one that `latest` names, else the highest complete step."""
     complete = list_checkpoints(root)
     named, reason = named_by_latest(root)
     if named is None:
-        if complete:
+        if complete and warns:
             logger.warning("event=latest_unusable root=%s reason=%s using=%s", root, reason, complete[-1].name)
         return complete[-1] if complete else None
     step = step_of(named) or 0
     for folder in reversed(complete):
         # A save crashed after it renamed the folder and before it replaced `latest`: this checkpoint is the newest.
         if (step_of(folder) or 0) > step and _previous(folder) == named.name:
-            logger.warning("event=latest_behind root=%s using=%s", root, folder.name)
+            if warns:
+                logger.warning("event=latest_behind root=%s using=%s", root, folder.name)
             return folder
     return named
 

@@ -15,7 +15,7 @@ from typing import BinaryIO, cast
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from xorl.ckpt.errors import CheckpointError
+from xorl.ckpt.layout import damaged
 from xorl.ckpt.torch_private import MEMORY_FORMAT, StorageInfo
 
 METADATA = ".metadata"
@@ -42,15 +42,19 @@ _VALUES = frozenset(
 
 
 def read_metadata(folder: Path, files: Collection[str]) -> dcp.Metadata:
-    """The metadata of a folder; raises CheckpointError if it is invalid or refers to files other than `files`."""
-    path = folder / METADATA
-    with path.open("rb") as stream:
-        try:
+    """The metadata of a folder.
+
+    Raises CheckpointError if it is missing or invalid, or refers to files other than `files`.
+    """
+    try:
+        with (folder / METADATA).open("rb") as stream:
             return _metadata(_RecordUnpickler(stream).load(), files)
-        except OSError:
-            raise
-        except Exception as error:  # a crafted pickle can make the unpickler raise any type
-            raise CheckpointError(f"{path} cannot be used: {type(error).__name__}: {error}") from error
+    except FileNotFoundError:
+        raise damaged(folder, [f"{METADATA} is missing"]) from None
+    except OSError:
+        raise
+    except Exception as error:  # a crafted pickle can make the unpickler raise any type
+        raise damaged(folder, [f"{METADATA} cannot be used: {type(error).__name__}: {error}"]) from error
 
 
 class _Record:

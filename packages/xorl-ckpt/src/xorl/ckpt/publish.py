@@ -181,7 +181,7 @@ def set_aside_after(root: Path, step: int, resumed: Path | None) -> Path | None:
 def complete_interrupted(root: Path) -> None:
     """Finish what a process that died had begun: remove its leftovers, and let `latest` name the newest checkpoint."""
     remove_leftovers(root)
-    newest = latest_checkpoint(root)
+    newest = latest_checkpoint(root, warns=False)  # whoever resumes from it has been warned
     if newest is not None and newest != named_by_latest(root)[0]:
         _point_to(newest)
 

@@ -132,7 +132,7 @@ class ModelFields(Section):
     foundation: dict[str, JsonValue] = Field(
         default={},
         description="Entries that override the model's config.json, such as {rms_norm_eps: 1e-5}, both in training "
-        "and in the exported model. An entry that changes nothing is an error.",
+        "and in the exported model. An entry that the model does not read is an error.",
     )
     encoders: dict[EncoderKind, EncoderConfig] = Field(
         default={},

@@ -19,6 +19,7 @@ from xorl.ckpt.saved_tensors import SavedParameters
 from xorl.config import Config
 from xorl.config.local import ModelConfig
 from xorl.core.models import spec_for
+from xorl.core.models.hf_config import is_inert
 from xorl.kernels.quant import QuantFormat, QuantizedWeight, QuantScheme
 from xorl.lora.peft import CONFIG_FILE, AdapterConfig
 from xorl.lora.peft.config import recorded_settings
@@ -196,6 +197,11 @@ def require_resumable(folder: Path, manifest: Manifest, model: ModelConfig, arch
 
 def _require_same(option: str, folder: Path, saved: Architecture, expected: Architecture, described_by: str) -> None:
     problems = list(dict.fromkeys(_differences("", asdict(saved.config), asdict(expected.config))))
+    if problems:
+        # Users know the keys of config.json, not what becomes of them.
+        keys = [key for key in {**saved.hf_config, **expected.hf_config} if not is_inert(key)]
+        before, now = ({key: each.hf_config.get(key) for key in keys} for each in (saved, expected))
+        problems = [*_differences("", before, now)] or problems
     if saved.spec.architecture != expected.spec.architecture:
         problems.insert(0, f"it is a {saved.spec.architecture}, not a {expected.spec.architecture}")
     if problems:
@@ -203,11 +209,12 @@ def _require_same(option: str, folder: Path, saved: Architecture, expected: Arch
         raise ValueError(
             f"{option}: {folder} is of another model than {described_by} describes\n  "
             + "\n  ".join([*problems[:_MAX_LISTED], *more])
+            + f"\nName the checkpoint of a model that {described_by} describes, or describe the one that it has."
         )
 
 
 def _differences(path: str, before: object, now: object) -> Iterator[str]:
-    """The fields of configurations that differ; fields of layers are named without the number of the layer."""
+    """The entries that differ; fields of layers are named without the number of the layer."""
     if isinstance(before, Mapping) and isinstance(now, Mapping) and before.keys() == now.keys():
         for name, value in before.items():
             yield from _differences(f"{path}.{name}" if path else name, value, now[name])

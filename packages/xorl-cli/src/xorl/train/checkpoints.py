@@ -202,9 +202,8 @@ class Checkpoints:
         try:
             loaded = self.saves.checkpointer.load(path, self._engine.state(trained_only=trained_only))
         except CheckpointError as error:
-            if not differing:
-                raise
-            raise CheckpointError(f"{message}\n{error}") from error
+            what = f"{message}\n" if differing else "train.load_checkpoint_path: "
+            raise CheckpointError(f"{what}{error}") from error
         if differing:
             logger.warning("%s", message)
         return loaded

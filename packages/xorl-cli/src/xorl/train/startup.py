@@ -199,8 +199,11 @@ def start_up(
     check(config, architecture)
     resumed = None
     if resumed_path is not None:
-        resumed = ResumePoint(resumed_path, read_manifest(resumed_path))
-        require_resumable(resumed_path, resumed.manifest, config.model, architecture)
+        try:
+            resumed = ResumePoint(resumed_path, read_manifest(resumed_path))
+            require_resumable(resumed_path, resumed.manifest, config.model, architecture)
+        except CheckpointError as error:
+            raise CheckpointError(f"train.load_checkpoint_path: {error}") from error
     configs = {member.name: member_config(config, member) for member in config.lora.sweep} or {"": config}
     with phases("data"):
         prepared = {name: _prepare_data(run_config, architecture) for name, run_config in configs.items()}

@@ -272,7 +272,10 @@ def modules_to_save(spec: AdapterSpec, model: nn.Module) -> dict[str, nn.Module]
             if sum(other == path for other, _ in parts.values()) > 1 or not parts[name][1].is_whole:
                 raise ValueError(f"modules_to_save: {name} shares {path} with other modules; use an adapter instead")
             if _is_tied(model, owners[path]):
-                raise ValueError(f"modules_to_save: {name} shares its weight with the head or another module")
+                raise ValueError(
+                    f"modules_to_save: {name} shares its weight with the head or another module, as with "
+                    "tie_word_embeddings, and cannot be trained alone; leave it out"
+                )
             if not all(parameter.is_floating_point() for parameter in owners[path].parameters()):
                 raise ValueError(
                     f"modules_to_save: {name} is quantised and cannot be trained; exclude it from quantize_"
