@@ -126,6 +126,18 @@ def test_a_run_that_trains_nothing_is_refused(folder: Path, run_ranks) -> None:
     assert re.search(r"train\.freeze_decoder: true, like .* nothing is trained", told)
 
 
+def test_limits_that_the_exported_processor_lacks_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Catches a model that is used with larger images than it was trained on, without a word.
+    config = config_from_mapping(image_run(folder, folder / "output")).config
+    architecture = read_architecture(config.model)
+    assert image_settings(architecture, config.data) is not None
+    assert not caplog.records
+    limited = image_settings(architecture, config.data.model_copy(update={"image_max_pixels": 256}))
+    assert limited is not None
+    assert limited.max_pixels == 256
+    assert "images of 64 to 256 pixels, but its processor" in caplog.text
+
+
 def test_rates_are_those_of_their_parts(folder: Path) -> None:
     # Catches a rate that reaches another part, or none.
     decoder, _ = make_image_decoder(make_image_model())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 from functools import partial
 from pathlib import Path
 
@@ -94,28 +94,31 @@ def test_adapters_are_off_for_the_base(loss: str, folder: Path, run_ranks) -> No
 
 
 def test_the_cache_keeps_scores_by_weights_and_pairs(folder: Path, run_ranks) -> None:
-    # Catches pairs that are scored again at each start, and scores of other weights or other pairs.
+    # Catches pairs that are scored again at each start, and scores of other weights, of a model whose config.json has
+    # changed, or of other pairs.
     model = folder / "model"
     model.mkdir()
-    shutil.copy(QUICKSTART / "config.json", model)
     recipes = read_architecture(load_config(EXAMPLE).config.model).recipes(merge_qkv=True)
 
     def several() -> list[tuple[set[str], Records]]:
         found = []
-        for number, seed in enumerate((1, 1, 2)):
+        for number, (seed, theta) in enumerate(((1, 1e4), (1, 1e4), (2, 1e4), (2, 50.0))):
+            config = json.loads((QUICKSTART / "config.json").read_text())
+            (model / "config.json").write_text(json.dumps({**config, "rope_theta": theta}))
             generator = torch.Generator().manual_seed(seed)
             shapes = source_shapes(recipes).items()
             weights = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes}
             save_file(weights, model / "model.safetensors", {"format": "pt"})
-            records = run(folder, f"out_{number}", model={"model_path": str(model)})
+            records = run(folder, f"out_{number}", model={"model_path": str(model), "config_path": None})
             found.append((scores_in(folder), records))
         return found
 
-    [[(first, one), (second, same), (third, other)]] = run_ranks(several, 1)
+    [[(first, one), (second, same), (third, other), (fourth, turned)]] = run_ranks(several, 1)
     assert len(first) == 2  # of the pairs to train on and of those held out
     assert second == first
     assert len(third) == 4
-    for records in (one, same, other):
+    assert len(fourth) == 6
+    for records in (one, same, other, turned):
         # A model is as far from itself as the rounding of its scores.
         assert records[0]["eval_reward_margin"] == pytest.approx(0, abs=1e-5)
     assert [record.get("loss") for record in one] == [record.get("loss") for record in same]

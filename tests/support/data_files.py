@@ -71,12 +71,23 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tokenizer(folder: Path, *, template=CHAT_TEMPLATE, adds_bos=False, eos="<|end|>", pad=None) -> Path:
-    """A tokenizer of bytes, with the special tokens of CHAT_TEMPLATE; ids from 256 on are special."""
+def write_tokenizer(
+    folder: Path, *, template=CHAT_TEMPLATE, adds_bos=False, eos="<|end|>", pad=None, spaces_first=False
+) -> Path:
+    """A tokenizer of bytes, with the special tokens of CHAT_TEMPLATE; ids from 256 on are special.
+
+    spaces_first: of ASCII characters instead, with a space before the first one of a text.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if spaces_first:
+        alphabet = [*map(chr, range(255)), "\N{LOWER ONE EIGHTH BLOCK}"]
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    if spaces_first:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
     special = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|pad|>"]
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     if adds_bos:

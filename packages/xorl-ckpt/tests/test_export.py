@@ -76,12 +76,18 @@ def test_chat_templates_come_along_or_give_way_to_the_one_trained_with(trained_w
     (tokenizer / "additional_chat_templates").mkdir(parents=True)
     (tokenizer / "chat_template.jinja").write_text("default")
     (tokenizer / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    # Processors prefer these to the file of the tokenizer.
+    (tokenizer / "chat_template.json").write_text('{"chat_template": "default"}')
+    (tokenizer / "processor_config.json").write_text('{"chat_template": "default", "image_seq_length": 4}')
     folder = export_hf(
         params, recipes, tmp_path / "hf", hf_config=CONFIG, tokenizer_folder=tokenizer, chat_template=trained_with
     )
     found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.jinja")}
     further = {"additional_chat_templates/tool_use.jinja": "tools"} if trained_with is None else {}
     assert found == {"chat_template.jinja": trained_with or "default", **further}
+    assert (folder / "chat_template.json").exists() == (trained_with is None)
+    processor = json.loads((folder / "processor_config.json").read_text())
+    assert processor == {"image_seq_length": 4} | ({"chat_template": "default"} if trained_with is None else {})
 
 
 def test_existing_folder_is_not_written_into(params, recipes, tmp_path):

@@ -137,6 +137,7 @@ def test_rotary_parameters_of_a_family_are_read_where_config_json_leaves_them_ou
     assert read("ApertusForCausalLM").attentions[0].rope == scaled
     assert read("ApertusForCausalLM", rope_scaling=BANDED).attentions[0].rope == replace(scaled, trained_length=64)
     assert read("ApertusForCausalLM", rope_parameters={}).attentions[0].rope == RopeConfig(12e6)
+    assert read("MixtralForCausalLM").attentions[0].rope == RopeConfig(1e6)
 
 
 def test_dropout_is_warned_of(caplog):

@@ -186,3 +186,10 @@ def test_paths_may_be_text_and_names_paths(tmp_path: Path) -> None:
         assert len(prepare([DatasetEntry(path)], options)) == 1
     for files in (Path("rows.jsonl"), [Path("rows.jsonl")], (Path("rows.jsonl"),)):
         assert len(prepare([DatasetEntry(tmp_path, data_files=files)], options)) == 1
+
+
+def test_a_file_that_several_patterns_match_is_read_once(tmp_path: Path) -> None:
+    # Catches rows that count twice.
+    (tmp_path / "rows.jsonl").write_text(LINE)
+    options = PrepareOptions(bin_len=8, prepared_path=tmp_path / "prepared")
+    assert len(prepare([DatasetEntry(tmp_path, data_files=["*.jsonl", "rows.jsonl"])], options)) == 1

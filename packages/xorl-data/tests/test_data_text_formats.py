@@ -15,6 +15,7 @@ import pytest
 from jinja2 import Undefined
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import AutoTokenizer
 
 from data_files import write_jsonl, write_tokenizer
 from xorl.data import DataError, DatasetEntry, prepare
@@ -89,6 +90,23 @@ def test_a_tokenizer_that_begins_texts_with_bos_gives_exactly_one(texts, text_op
     assert texts(prompts, options, type="auto")[0][0] == "<|begin|>ab<|end|>"
     with pytest.raises(DataError, match=r"rows.jsonl, line 1: the text begins with two <\|begin\|> \(BOS\) tokens"):
         texts([{"text": "<|begin|><|begin|>One."}], options, type="text")
+
+
+def test_texts_begin_with_the_tokens_that_their_tokenizer_gives_them(text_options, tmp_path):
+    """Catches the space that is lost where BOS is written into a text, before a tokenizer of Llama's kind reads it."""
+    folder = write_tokenizer(tmp_path / "spaces", adds_bos=True, spaces_first=True)
+    options, theirs = replace(text_options, tokenizer_folder=folder), AutoTokenizer.from_pretrained(folder)
+    end = [theirs.eos_token_id]
+    texts = ["One two.", " One", "<|user|>One", "\nOne", "\N{LOWER ONE EIGHTH BLOCK}One"]
+    file = write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    found = prepare([DatasetEntry(file, type="text")], options)
+    assert [found.document(index)[0].tolist() for index in range(len(texts))] == [
+        theirs(text).input_ids + end for text in texts
+    ]
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "a", "completion": "b"}])
+    [ids, labels] = prepare([DatasetEntry(file, type="prompt_completion")], options).document(0)
+    assert ids.tolist() == theirs("ab").input_ids + end
+    assert (labels != -100).tolist() == [False, False, False, True, True]  # BOS, space, a, b, EOS
 
 
 UNSTABLE = (

@@ -40,12 +40,13 @@ logger = logging.getLogger(__name__)
 
 # Patterns for the files of a transformers tokenizer or processor; other files in its folder are not copied.
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # all templates but the default one, such as tool_use
+_PROCESSOR_TEMPLATE = "chat_template.json"  # which processors prefer to the file of the tokenizer
 IMAGE_PROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 TOKENIZER_FILES = (
     _NAMED_TEMPLATES,
     "added_tokens.json",
     "chat_template.jinja",
-    "chat_template.json",
+    _PROCESSOR_TEMPLATE,
     "merges.txt",
     IMAGE_PROCESSOR_FILE,
     PROCESSOR_FILE,
@@ -372,11 +373,15 @@ def tokenizer_files(tokenizer_folder: Path | None, chat_template: str | None) ->
     """Return the contents of a tokenizer's files by file name; `chat_template` replaces its template."""
     files: dict[str, bytes] = {}
     if tokenizer_folder is not None:
-        patterns = [name for name in TOKENIZER_FILES if chat_template is None or name != _NAMED_TEMPLATES]
+        replaced = () if chat_template is None else (_NAMED_TEMPLATES, _PROCESSOR_TEMPLATE)
+        patterns = [name for name in TOKENIZER_FILES if name not in replaced]
         present = [file for pattern in patterns for file in tokenizer_folder.glob(pattern) if file.is_file()]
         files = {str(file.relative_to(tokenizer_folder)): file.read_bytes() for file in present}
     if chat_template is not None:
         files[TEMPLATE_FILE] = chat_template.encode()
+        if PROCESSOR_FILE in files and "chat_template" in (processor := json.loads(files[PROCESSOR_FILE])):
+            del processor["chat_template"]
+            files[PROCESSOR_FILE] = json_bytes(processor)
     return files
 
 

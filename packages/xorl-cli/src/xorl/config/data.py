@@ -35,12 +35,12 @@ class DataConfig(Section):
     image_min_pixels: AtLeastOne | None = Field(
         default=None,
         description="Smallest size of an image, in pixels: smaller ones are enlarged. null means that of the model's "
-        "image processor.",
+        "image processor, which is exported with its own limits.",
     )
     image_max_pixels: AtLeastOne | None = Field(
         default=None,
         description="Largest size of an image, in pixels: larger ones are reduced. Smaller images have fewer tokens. "
-        "null means that of the model's image processor.",
+        "null means that of the model's image processor, which is exported with its own limits.",
     )
     image_root: str | None = Field(
         default=None,

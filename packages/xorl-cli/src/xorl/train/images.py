@@ -75,7 +75,16 @@ def image_settings(architecture: Architecture, data: DataConfig) -> ImageSetting
     root = None if data.image_root is None else Path(data.image_root).expanduser()
     if root is not None and not root.is_dir():
         raise ValueError(f"data.image_root: {root} is not a folder")
-    return settings.limited(data.image_min_pixels, data.image_max_pixels, root)
+    limited = settings.limited(data.image_min_pixels, data.image_max_pixels, root)
+    trained, own = ((each.min_pixels, each.max_pixels) for each in (limited, settings))
+    if trained != own:
+        logger.warning(
+            "images: the model is trained with images of %s to %s pixels, but its processor, which is exported as it "
+            "is, makes %s to %s: set min_pixels and max_pixels of the processor wherever the model is used",
+            *trained,
+            *own,
+        )
+    return limited
 
 
 def check_image_model(config: DecoderConfig, train: TrainConfig, lora: LoraConfig) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,12 +15,12 @@ import torch.distributed as dist
 from xorl.ckpt.layout import MANIFEST
 from xorl.ckpt.ranks import fail_together
 from xorl.config import Config
-from xorl.core.models import ModelSpec
+from xorl.core.models.hf_config import is_inert
 from xorl.data import DataPlan
 from xorl.data.batch import PackedBatch
 from xorl.data.hashing import JSON, digest, hash_files
 from xorl.data.pairs import ScoredPairs, crossed, document_sums
-from xorl.lora.peft import WEIGHTS_FILE
+from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
 from xorl.train.adapters.inject import starting_adapter
 from xorl.train.architecture import Architecture
 from xorl.train.base_weights import base_fingerprint
@@ -50,7 +51,7 @@ def with_references(
         if is_main:
             # In another bin, an answer has other neighbours, which only `crossed` combines.
             bins = part.bins.digest if preference.loss.needs_baseline else None
-            key = digest("reference", _VERSION, part.documents.fingerprint, bins, _identity(config, architecture.spec))
+            key = digest("reference", _VERSION, part.documents.fingerprint, bins, _identity(config, architecture))
             path = folder / f"{key}.npy"
             if path.is_file():
                 found[0] = 1
@@ -99,7 +100,7 @@ def _write(path: Path, scores: np.ndarray) -> None:
     temporary.replace(path)
 
 
-def _identity(config: Config, family: ModelSpec) -> JSON:
+def _identity(config: Config, architecture: Architecture) -> JSON:
     """Everything that determines the initial model and how it computes."""
     model, train, lora = config.model, config.train, config.lora
     weights: JSON = train.seed
@@ -107,11 +108,15 @@ def _identity(config: Config, family: ModelSpec) -> JSON:
         manifest = Path(model.model_path) / MANIFEST
         is_checkpoint = train.load_weights_mode == "dcp"
         weights = hash_files([manifest])[0] if is_checkpoint else base_fingerprint(MODEL_PATH, model.model_path)
-    adapter = starting_adapter(lora, family)
+    adapter = starting_adapter(lora, architecture.spec)
+    hf_config = {key: value for key, value in architecture.hf_config.items() if not is_inert(key)}
     return {
         "model": model.model_dump(),
+        "hf_config": cast(JSON, hf_config),
         "weights": weights,
         "lora": lora.model_dump() if lora.enable_lora else None,
-        "adapter": None if adapter is None else hash_files([adapter.folder / WEIGHTS_FILE])[0],
+        "adapter": None
+        if adapter is None
+        else hash_files([adapter.folder / each for each in (CONFIG_FILE, WEIGHTS_FILE)]),
         "train": {name: getattr(train, name) for name in ("enable_mixed_precision", "param_dtype", "fp8", "loss")},
     }

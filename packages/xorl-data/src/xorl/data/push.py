@@ -41,10 +41,12 @@ def push_documents(
     """Uploads `documents` in order to the dataset repository `repo_id`, which is created as private if it is missing.
 
     Each content is uploaded once per repository: one process uploads, and records it in a file below `prepared_path`.
-    Raises DataError if `num_files` is below 1, if `prepared_path` cannot be a folder, or if the Hub rejects the upload;
-    DataFailure if the network or the disk fails.
+    Raises DataError if `num_files` is below 1, if `prepared_path` cannot be a folder, if documents have images, which
+    are not uploaded, or if the Hub rejects the upload; DataFailure if the network or the disk fails.
     """
     check_at_least(1, num_files=num_files)
+    if documents.image_patches() is not None:
+        raise DataError(f"{_OPTION}: documents with images cannot be uploaded, because only their tokens would be")
     prepared_path = Path(prepared_path)
     key = digest("pushed", documents.fingerprint, repo_id, num_files)
     done = prepared_path / "pushed" / f"{key}.json"

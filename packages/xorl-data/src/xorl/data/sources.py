@@ -273,7 +273,7 @@ def _named_files(folder: Path, data_files: str | Sequence[str], option: str) -> 
         if not matches:
             raise DataError(f"{option}.data_files: {pattern!r} matches no file in {folder.absolute()}")
         files.extend(matches)
-    return files
+    return [*dict.fromkeys(files)]  # a file that several patterns match is read once
 
 
 def data_files_among(names: Sequence[str], entry: DatasetEntry, option: str) -> list[str]:

@@ -17,7 +17,7 @@ EXPERT_NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json."""
-    hf = HFConfig(values, ARCHITECTURE, num_key_value_heads=8, rms_norm_eps=1e-5)
+    hf = HFConfig(values, ARCHITECTURE, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6)
     if hf.get("router_jitter_noise", float, 0.0):
         raise ValueError(f"{ARCHITECTURE}: router_jitter_noise is not supported; set it to 0")
     experts = mixtures.read_experts(hf, "intermediate_size", DEFAULT_EXPERTS)

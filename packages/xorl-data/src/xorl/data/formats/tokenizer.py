@@ -31,7 +31,8 @@ class TextTokenizer:
     """A tokenizer with the data that chat templates need. Pickled as the path of its folder; compared by content.
 
     `special` are the named special tokens (bos_token, eos_token, ...), `special_texts` the texts of all special tokens,
-    `templates` the chat templates by name. `adds_bos`: the tokenizer itself adds BOS to a text.
+    `templates` the chat templates by name. `adds_bos`: the tokenizer itself adds BOS to a text. `spaces_first`: it also
+    adds a space to the beginning of a text, but not behind a BOS that the text contains.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class TextTokenizer:
     special_texts: frozenset[str]
     templates: Mapping[str, str]
     adds_bos: bool
+    spaces_first: bool = False
 
     @property
     def bos_id(self) -> int | None:
@@ -82,9 +84,15 @@ class TextTokenizer:
         return str(self.special.get("eos_token") or "")
 
     def begin_of(self, text: str) -> str:
-        """The prefix for `text`: BOS if the tokenizer itself adds it and the text does not begin with it."""
+        """The prefix for `text` with which it has the tokens that the tokenizer gives it, and may end with a space.
+
+        BOS if the tokenizer itself adds it and the text does not begin with it.
+        """
         bos = str(self.special.get("bos_token") or "")
-        return bos if self.adds_bos and not text.startswith(bos) else ""
+        if not self.adds_bos or text.startswith(bos):
+            return ""
+        has_own = text.startswith((" ", "\N{LOWER ONE EIGHTH BLOCK}", *self.special_texts))
+        return f"{bos} " if self.spaces_first and not has_own else bos
 
     def end_of(self, text: str) -> str:
         """The suffix for `text`: EOS, unless it already ends with it."""
@@ -146,16 +154,30 @@ def load_tokenizer(folder: Path | str) -> TextTokenizer:
         raise DataError(f"{_OPTION}: {folder} has no tokenizer; set a folder with a tokenizer.json")
     with_special = core.encode("a").ids
     bos = loaded.bos_token_id
+    adds_bos = bos is not None and with_special[:1] == [bos]
+    spaces_first = adds_bos and _spaces_first(core, str(loaded.bos_token), with_special)
     tokenizer = TextTokenizer(
         folder=folder,
-        content=digest(core.to_str(), sorted((k, str(v)) for k, v in special.items()), sorted(templates.items())),
+        content=digest(
+            core.to_str(),
+            sorted((k, str(v)) for k, v in special.items()),
+            sorted(templates.items()),
+            *[True][:spaces_first],
+        ),
         core=core,
         special=special,
         special_texts=special_texts,
         templates=templates,
-        adds_bos=bos is not None and with_special[:1] == [bos],
+        adds_bos=adds_bos,
+        spaces_first=spaces_first,
     )
     return _LOADED.setdefault(tokenizer.content, tokenizer)
+
+
+def _spaces_first(core: Tokenizer, bos: str, expected: list[int]) -> bool:
+    """Whether "a" has the `expected` ids behind a BOS in the text if there is a space between them, and only then."""
+    plain, spaced = (core.encode(f"{bos}{space}a", add_special_tokens=False).ids for space in ("", " "))
+    return expected[: len(plain)] != plain and expected[: len(spaced)] == spaced
 
 
 _LOADED: dict[str, TextTokenizer] = {}
