@@ -321,6 +321,33 @@ def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path
     assert kind != "lora" or alone.read_bytes() == (tmp_path / "outputs/weights/m/b" / alone.name).read_bytes()
 
 
+def test_an_adapter_is_not_loaded_over_a_base_of_other_values(tmp_path: Path, run_ranks) -> None:
+    # Catches a base that is quantised in another way, over which an adapter computes something else without a word.
+    quantized = {"enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}
+    ref = CheckpointRef("a", "weights", "s")
+
+    def run() -> None:
+        worker = make(tmp_path, "lora", "a", **quantized)
+        done(worker, ops.SaveWeights("a", "s"))
+        done(worker, ops.CreateModel("b", checkpoint=ref))
+        plain = worker_of(service_config(tmp_path, **KINDS["lora"]))
+        for with_optimizer in (False, True):
+            refusal = refusal_of(plain, ops.CreateModel("c", checkpoint=ref, with_optimizer=with_optimizer))
+            assert "is an adapter over another base: quantization {" in refusal.message
+
+    run_ranks(run, 1)
+
+
+def test_stages_expect_checkpoints_of_the_whole_model(tmp_path: Path, run_ranks) -> None:
+    # Catches a disk that has room for one stage's part alone.
+    def expected(**options: object) -> dict[CheckpointKind, int]:
+        worker = worker_of(service_config(tmp_path, **options))
+        return done(worker, ops.CreateModel("m")).checkpoint_bytes
+
+    [whole] = run_ranks(expected, 1)
+    assert run_ranks(lambda: expected(pipeline_parallel_size=2), 2) == [whole, whole]
+
+
 @pytest.mark.ranks(2)
 def test_models_in_one_pass_are_what_they_are_alone(tmp_path: Path) -> None:
     # Catches clients who see each other's tokens, metrics or gradients, and more models than one pass holds.

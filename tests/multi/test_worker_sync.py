@@ -102,12 +102,19 @@ def test_the_text_model_of_a_composite_is_sent_and_exported_under_the_names_of_i
     assert seen == described({name: found[name] for name in changed})
 
 
-def test_weights_are_sent_in_block_fp8(tmp_path: Path, run_ranks: Callable) -> None:
+@pytest.mark.parametrize(
+    ("options", "lora"),
+    [({**SHARDED, **QLORA}, ADAPTER), ({"pipeline_parallel_size": 2}, None)],
+    ids=["qlora", "stages"],
+)
+def test_weights_are_sent_in_block_fp8(
+    options: dict[str, object], lora: ops.LoraSpec | None, tmp_path: Path, run_ranks: Callable
+) -> None:
     # Catches scales under a wrong name or of other blocks, a module that is quantised although it was excluded, and an
-    # embedding, a head, a norm or a router that is, and experts that are not.
+    # embedding, a head, a norm or a router that is, and experts that are not, or layers of another stage.
     def run(port: int) -> ops.SyncResult:
-        worker = worker_of(service_config(tmp_path, shape=EXPERTS, **SHARDED, **KINDS["qlora"]))
-        done(worker, ops.CreateModel("a", lora=ADAPTER), *train("a", [datum(9, 1), datum(14, 2)]))
+        worker = worker_of(service_config(tmp_path, shape=EXPERTS, **options))
+        done(worker, ops.CreateModel("a", lora=lora), *train("a", [datum(9, 1), datum(14, 2)]))
         done(worker, ops.SaveFullWeights("a", "e", "float32"))
         form = ops.BlockFp8(("lm_head", "o_proj", "model.layers.1.mlp"))
         result = done(

@@ -113,7 +113,11 @@ class Checkpoints:
     def prepare(self, start_step: int) -> None:
         """See `Saves.prepare`. Collective."""
         num_saves = sum(map(self.due, range(start_step + 1, self._startup.num_steps + 1)))
-        self.saves.prepare(self._engine.state(trained_only=self._startup.config.lora.save_lora_only), num_saves)
+        self.saves.prepare(
+            self._engine.state(trained_only=self._startup.config.lora.save_lora_only),
+            num_saves,
+            stage=self._startup.mesh.pp.rank,
+        )
 
     def save(self, step: int, *, is_final: bool = False, scalars: Mapping[str, JSON] = MappingProxyType({})) -> None:
         """Save the state after `step` steps, and `scalars`; for errors and `is_final` see `Saves.save`. Collective."""

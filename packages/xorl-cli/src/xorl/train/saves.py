@@ -14,13 +14,19 @@ from xorl.ckpt import BackgroundWriter, Checkpointer, CheckpointError, Checkpoin
 from xorl.ckpt.files import FileRecord
 from xorl.ckpt.layout import JSON, TensorRecord
 from xorl.ckpt.publish import require_space, set_aside_after, size_text
-from xorl.ckpt.ranks import fail_together, this_rank
+from xorl.ckpt.ranks import all_gather_text, fail_together, this_rank
 
 logger = logging.getLogger(__name__)
 
 
 # Before the first save, it is expected to be as fast as a slow disk on the network.
 ASSUMED_BYTES_PER_S = 200e6
+
+
+def sum_over_stages(number: int, stage: int) -> int:
+    """The sum of a number that is the same on all ranks of a stage of a pipeline, over the stages. Collective."""
+    of_stages = dict(text.split() for text in all_gather_text(f"{stage} {number}"))
+    return sum(map(int, of_stages.values()))
 
 
 class Saves:
@@ -87,16 +93,17 @@ class Saves:
         if is_final:
             self.finish(is_final=True)
 
-    def prepare(self, state: Mapping[str, Stateful], num_saves: int) -> None:
+    def prepare(self, state: Mapping[str, Stateful], num_saves: int, *, stage: int) -> None:
         """Before the first step, check the space on the disk and reserve host memory for copies. Collective.
 
+        `stage` is this rank's in a pipeline, of which `state` has the part.
         Raises CheckpointFailure if not even one checkpoint fits; warns if not all will.
         """
         if not num_saves:
             return
         root = self.checkpointer.root
         tensors = {f"{name}.{key}": value for name, part in state.items() for key, value in part.state_dict().items()}
-        num_bytes = sum(TensorRecord.of(tensor).num_bytes for tensor in tensors.values())
+        num_bytes = sum_over_stages(sum(TensorRecord.of(tensor).num_bytes for tensor in tensors.values()), stage)
         self.longest_s = num_bytes / ASSUMED_BYTES_PER_S
         with fail_together("check the disk"):
             if this_rank() == 0:

@@ -148,7 +148,7 @@ def _build(config: ServerConfig, runtime: Runtime, position: Position) -> Base:
     fingerprint = None
     if lora.enable_lora and source is None:
         fingerprint = base_fingerprint(MODEL_PATH, local.model.model_path)
-    described = describe_model(local.model, architecture, scheme_of(module), fingerprint)
+    described = describe_model(local.model, architecture, scheme_of(model.whole), fingerprint)
     identity = {**_identity(config, local), "weights": fingerprint}
     return Base(config, local, architecture, rest, runtime, mesh, model, described, identity, refill, position)
 
@@ -158,4 +158,12 @@ def _identity(config: ServerConfig, local: Config) -> Mapping[str, JSON]:
     name = config.model_name or (str(Path(path).resolve()) if path is not None and Path(path).exists() else path)
     start = config.load_checkpoint_path
     is_drawn = config.model_path is None and start is None
-    return {"name": name, "load_checkpoint_path": start, "seed": local.train.seed if is_drawn else None}
+    lora, quantization = local.lora, None
+    if lora.enable_qlora:
+        quantization = {name: getattr(lora, name) for name in ("quant_format", "quant_group_size", "exclude_modules")}
+    return {
+        "name": name,
+        "load_checkpoint_path": start,
+        "seed": local.train.seed if is_drawn else None,
+        "quantization": quantization,
+    }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -25,6 +26,7 @@ from xorl.server.worker.base import Base
 from xorl.server.worker.models import SERVICE, Models, UnknownName
 from xorl.train.adapters.files import adapters_writer
 from xorl.train.export.folder import AdapterExport, ModelExport
+from xorl.train.saves import sum_over_stages
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +136,7 @@ class SavedModels:
         return _saved(ref, folder)
 
     def estimated_bytes(self, model_id: str) -> dict[CheckpointKind, int]:
-        """The estimated size of a checkpoint of a model, by kind."""
+        """The estimated size of a checkpoint of a model, by kind. Collective."""
         parts = self._models.state(model_id, with_optimizer=False).values()
         tensors = [TensorRecord.of(tensor) for part in parts for tensor in part.state_dict().values()]
         values = sum(tensor.num_bytes for tensor in tensors)
@@ -144,8 +146,9 @@ class SavedModels:
             values *= 2  # adapters are also written in PEFT's format
         values += len(tensors) * HEADER_BYTES
         # In bf16, the default dtype of exports.
-        exported = torch.bfloat16.itemsize * num_parameters(self._base.module)
-        return {"weights": values + moments, "sampler_weights": values, "external_weights": exported}
+        exported = torch.bfloat16.itemsize * num_parameters(self._base.model.whole)
+        of_all = partial(sum_over_stages, stage=self._base.mesh.pp.rank)
+        return {"weights": of_all(values + moments), "sampler_weights": of_all(values), "external_weights": exported}
 
     def describe(self, ref: CheckpointRef) -> Mapping[str, JSON]:
         """The description of the model in a checkpoint (see `Models.describe`).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from xorl.core.models import Decoder
 from xorl.lora.quantize import checkpoint_linears
 from xorl.server.operations import EndpointSynced, SyncResult, SyncWeights
 from xorl.server.worker.base import Base
@@ -49,7 +50,10 @@ class WeightSyncer:
                     f"quantization: files of a {base.rest.architecture} stack the experts of a layer in one tensor, "
                     "for which block fp8 has no format: set it to null"
                 )
-            groups = in_block_fp8(groups, checkpoint_linears(base.module, operation.quantization.exclude))
+            # Every rank names all layers: buckets are planned alike, whichever stage of a pipeline holds them.
+            whole = base.model.whole
+            assert isinstance(whole, Decoder)
+            groups = in_block_fp8(groups, checkpoint_linears(whole, operation.quantization.exclude))
         groups = base.rest.in_files(groups)
         addresses = [ReceiverAddress(one.host, one.port, one.world_size) for one in operation.endpoints]
         outcome = self._sender.send(groups, addresses, options)

@@ -37,7 +37,8 @@ MemberBatches = Mapping[str, Sequence[PackedBatch]]
 class Member:
     """One member of a sweep, with the parts of a run that it does not share.
 
-    diverged: its loss or gradient was not finite. Its weights stay as before that step, and it takes no more steps.
+    diverged: its loss or gradient was not finite. That step leaves its weights as they were. It takes no more steps
+    once the host knows, which on a GPU is a step later.
     """
 
     name: str
