@@ -148,6 +148,7 @@ def load_tokenizer(folder: Path | str) -> TextTokenizer:
         templates = {"default": templates}
     special = dict(loaded.special_tokens_map)
     added = loaded.added_tokens_decoder.values()
+    named = sorted((name, str(text)) for name, text in special.items())
     special_texts = frozenset(str(token) for token in added if token.special)
     if core.get_vocab().keys() <= special_texts:
         # For some families transformers builds a tokenizer without any files, which encodes every text to no tokens.
@@ -158,12 +159,8 @@ def load_tokenizer(folder: Path | str) -> TextTokenizer:
     spaces_first = adds_bos and _spaces_first(core, str(loaded.bos_token), with_special)
     tokenizer = TextTokenizer(
         folder=folder,
-        content=digest(
-            core.to_str(),
-            sorted((k, str(v)) for k, v in special.items()),
-            sorted(templates.items()),
-            *[True][:spaces_first],
-        ),
+        # Data that other tokenizers have prepared stay valid.
+        content=digest(core.to_str(), named, sorted(templates.items()), *(["spaces_first"] if spaces_first else [])),
         core=core,
         special=special,
         special_texts=special_texts,
