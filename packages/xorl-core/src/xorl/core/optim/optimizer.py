@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -90,7 +91,7 @@ def build_optimizer(
         decay = _Decay.of(stacked.get(path, [(path, 1)]), free, weight_decay)
         is_matrix = name == "muon" and muon is not None and path in muon.matrices
         lr_scale = muon.lr / lr if is_matrix and muon is not None else lr_scales.get(path, 1.0)
-        group = groups.setdefault((is_matrix, lr_scale, decay), {"params": [], **decay._asdict(), "lr_scale": lr_scale})
+        group = groups.setdefault((is_matrix, lr_scale, decay), {"params": [], **asdict(decay), "lr_scale": lr_scale})
         group["params"].append(parameter)
         group.setdefault("shares", []).append(shares.get(path))
         if name in ("anyprecision_adamw", "muon"):
@@ -98,7 +99,7 @@ def build_optimizer(
         if is_matrix and muon is not None:
             group.setdefault("matrices", []).append(tuple(muon.matrices[path]))
             group.setdefault("divided", []).append(tuple(muon.divided.get(path, [None])))
-    none = {"params": [], **_Decay(weight_decay, True, ())._asdict(), "lr_scale": 1.0}
+    none = {"params": [], **asdict(_Decay(weight_decay, True, ())), "lr_scale": 1.0}
     filled = [*groups.values()] or [none]
     if name == "adamw":
         return AdamW(filled, lr)
@@ -110,7 +111,8 @@ def build_optimizer(
     return SGD(filled, lr)
 
 
-class _Decay(NamedTuple):
+@dataclass(frozen=True)
+class _Decay:
     """What the group of a parameter says about weight decay; `row_decays` if it differs between the rows."""
 
     weight_decay: float
