@@ -135,7 +135,7 @@ def test_limits_that_the_exported_processor_lacks_are_told(folder: Path, caplog:
     limited = image_settings(architecture, config.data.model_copy(update={"image_max_pixels": 256}))
     assert limited is not None
     assert limited.max_pixels == 256
-    assert "images of 64 to 256 pixels, but its processor" in caplog.text
+    assert "images of 64 to 256 pixels, but its image processor" in caplog.text
 
 
 def test_rates_are_those_of_their_parts(folder: Path) -> None:

@@ -137,7 +137,9 @@ def test_a_run_does_not_go_on_with_another_model(folder: Path, tmp_path: Path, r
     quantized = config_of(folder, tmp_path, {**lora, "enable_qlora": True}, **resume)
     loaded.append((quantized, "over a base with lora.enable_qlora: false, now true: restore the option"))
     longer = config_of(folder, tmp_path, lora, base="longer/base", **resume)
-    loaded.append((longer, "than the section model describes\n  rope_parameters.rope_theta: 10000.0, not 500.0\nName"))
+    loaded.append(
+        (longer, "than the section model describes\n  rope_parameters.rope_theta: 10000.0, not 500.0\nChoose")
+    )
 
     def refused() -> None:
         for config, said in loaded:

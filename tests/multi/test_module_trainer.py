@@ -112,6 +112,10 @@ def train_for(trainer: Trainer, num_steps: int) -> tuple[dict[str, Tensor], list
     return weights(trainer), records
 
 
+def norms_of(records: list[StepMetrics]) -> list[float]:
+    return [record.grad_norm for record in records]
+
+
 def assert_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 0.0) -> None:
     assert list(ours) == list(theirs)
     for name, tensor in ours.items():
@@ -155,8 +159,7 @@ def test_parameters_may_have_any_dtype(run_ranks) -> None:
             reference, records = one["none"]
             for ours, ours_records in by_name.values():
                 assert_alike(reference, ours, of_weights)
-                norms = [record.grad_norm for record in ours_records]
-                assert norms == pytest.approx([record.grad_norm for record in records], rel=of_norms)
+                assert norms_of(ours_records) == pytest.approx(norms_of(records), rel=of_norms)
 
 
 def test_a_layer_may_sit_out_micro_batches(run_ranks) -> None:
@@ -166,8 +169,7 @@ def test_a_layer_may_sit_out_micro_batches(run_ranks) -> None:
     for by_name in run_ranks(lambda: {name: train_for(build(name, sits_out=True), 3) for name in names}, 4):
         for ours, ours_records in by_name.values():
             assert_alike(reference, ours, 1e-6)
-            norms = [record.grad_norm for record in ours_records]
-            assert norms == pytest.approx([record.grad_norm for record in records], rel=2e-6)
+            assert norms_of(ours_records) == pytest.approx(norms_of(records), rel=2e-6)
 
 
 def test_mixed_precision_computes_in_bf16_and_keeps_fp32(run_ranks) -> None:

@@ -76,7 +76,7 @@ def test_chat_templates_come_along_or_give_way_to_the_one_trained_with(trained_w
     (tokenizer / "additional_chat_templates").mkdir(parents=True)
     (tokenizer / "chat_template.jinja").write_text("default")
     (tokenizer / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
-    # Processors prefer these to the file of the tokenizer.
+    # Processors prefer these to the template of the tokenizer.
     (tokenizer / "chat_template.json").write_text('{"chat_template": "default"}')
     (tokenizer / "processor_config.json").write_text('{"chat_template": "default", "image_seq_length": 4}')
     folder = export_hf(

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 # Patterns for the files of a transformers tokenizer or processor; other files in its folder are not copied.
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # all templates but the default one, such as tool_use
-_PROCESSOR_TEMPLATE = "chat_template.json"  # which processors prefer to the file of the tokenizer
+_PROCESSOR_TEMPLATE = "chat_template.json"  # processors prefer it to the template of the tokenizer
 IMAGE_PROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 TOKENIZER_FILES = (
     _NAMED_TEMPLATES,

@@ -437,7 +437,7 @@ class LoraFields(Section):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters are trained, which enable_qlora implies, and the base is frozen."""
+        """Whether adapters are trained over a frozen base, which enable_qlora implies."""
         return self.enable_lora or self.enable_qlora
 
 

@@ -209,7 +209,7 @@ def _require_same(option: str, folder: Path, saved: Architecture, expected: Arch
         raise ValueError(
             f"{option}: {folder} is of another model than {described_by} describes\n  "
             + "\n  ".join([*problems[:_MAX_LISTED], *more])
-            + f"\nName the checkpoint of a model that {described_by} describes, or describe the one that it has."
+            + f"\nChoose another checkpoint, or change {described_by} so that it describes the model of this one."
         )
 
 
@@ -280,8 +280,8 @@ def _encoder_of(recorded: Mapping[str, JSON]) -> EncoderParts | None:
 
 def recorded_options(config: Config) -> dict[str, JSON]:
     """The options that neither the model's description nor the adapters' files record."""
-    train, lora = config.train, config.lora
-    options: dict[str, JSON] = {
+    train = config.train
+    return {
         "train.optimizer": train.optimizer,
         "train.optimizer_dtype": train.optimizer_dtype,
         "train.param_dtype": train.param_dtype,
@@ -291,15 +291,14 @@ def recorded_options(config: Config) -> dict[str, JSON]:
         "train.freeze_decoder": train.freeze_decoder,
         "train.loss": train.loss,
         "train.preference_reference": train.preference_reference,
-        "lora.enable_qlora": lora.enable_qlora,
+        **base_options(config),
     }
-    if lora.enable_qlora:
-        options |= {
-            "lora.quant_format": lora.quant_format,
-            "lora.quant_group_size": lora.quant_group_size,
-            "lora.exclude_modules": lora.exclude_modules,
-        }
-    return options
+
+
+def base_options(config: Config) -> dict[str, JSON]:
+    """The options that change the values of the base that adapters are trained over."""
+    names = _BASE_OPTIONS if config.lora.enable_qlora else _BASE_OPTIONS[:1]
+    return {name: getattr(config.lora, name.removeprefix("lora.")) for name in names}
 
 
 def differing_options(

@@ -79,8 +79,8 @@ def image_settings(architecture: Architecture, data: DataConfig) -> ImageSetting
     trained, own = ((each.min_pixels, each.max_pixels) for each in (limited, settings))
     if trained != own:
         logger.warning(
-            "images: the model is trained with images of %s to %s pixels, but its processor, which is exported as it "
-            "is, makes %s to %s: set min_pixels and max_pixels of the processor wherever the model is used",
+            "images: the model is trained on images of %s to %s pixels, but its image processor, which is exported "
+            "unchanged, makes them %s to %s: set the processor's limits wherever the model is used",
             *trained,
             *own,
         )

@@ -24,7 +24,7 @@ ASSUMED_BYTES_PER_S = 200e6
 
 
 def sum_over_stages(number: int, stage: int) -> int:
-    """The sum of a number that is the same on all ranks of a stage of a pipeline, over the stages. Collective."""
+    """The sum over a pipeline's stages of `number`, which all ranks of a stage must agree on. Collective."""
     of_stages = dict(text.split() for text in all_gather_text(f"{stage} {number}"))
     return sum(map(int, of_stages.values()))
 

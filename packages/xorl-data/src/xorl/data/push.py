@@ -46,7 +46,7 @@ def push_documents(
     """
     check_at_least(1, num_files=num_files)
     if documents.image_patches() is not None:
-        raise DataError(f"{_OPTION}: documents with images cannot be uploaded, because only their tokens would be")
+        raise DataError(f"{_OPTION}: documents with images cannot be uploaded, only their tokens could; leave it out")
     prepared_path = Path(prepared_path)
     key = digest("pushed", documents.fingerprint, repo_id, num_files)
     done = prepared_path / "pushed" / f"{key}.json"

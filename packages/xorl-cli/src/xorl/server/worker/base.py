@@ -22,7 +22,7 @@ from xorl.core.runtime import Runtime, seed_everything
 from xorl.server.addresses import SERVICE_FOLDER
 from xorl.train.architecture import Architecture
 from xorl.train.base_weights import base_fingerprint
-from xorl.train.checkpoint_model import describe_model, open_start
+from xorl.train.checkpoint_model import base_options, describe_model, open_start
 from xorl.train.export.rest import Rest
 from xorl.train.model import build_model, fill_base, stage_of
 from xorl.train.model_source import MODEL_PATH, read_architecture
@@ -158,12 +158,9 @@ def _identity(config: ServerConfig, local: Config) -> Mapping[str, JSON]:
     name = config.model_name or (str(Path(path).resolve()) if path is not None and Path(path).exists() else path)
     start = config.load_checkpoint_path
     is_drawn = config.model_path is None and start is None
-    lora, quantization = local.lora, None
-    if lora.enable_qlora:
-        quantization = {name: getattr(lora, name) for name in ("quant_format", "quant_group_size", "exclude_modules")}
     return {
         "name": name,
         "load_checkpoint_path": start,
         "seed": local.train.seed if is_drawn else None,
-        "quantization": quantization,
+        "quantization": {name.removeprefix("lora."): value for name, value in base_options(local).items()},
     }

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fsdp import shard
 from xorl.core.runtime import local_rank
@@ -42,9 +41,8 @@ class DDPTrainer(_DistributedTrainer):
     """
 
     def _place(self, model: nn.Module) -> nn.Module:
-        mesh = Mesh(ParallelDims.resolve("ddp", self.num_ranks), self.device.type)
-        self._replica = replicate(model.to(self.device), mesh)
-        self._parallel = ParallelModel(model, self._replica, mesh)
+        self._mesh = Mesh(ParallelDims.resolve("ddp", self.num_ranks), self.device.type)
+        self._replica = replicate(model.to(self.device), self._mesh)
         return self._replica
 
     def _accumulation(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -93,8 +91,7 @@ class FSDPTrainer(_DistributedTrainer):
     """Trains a model whose parameters, gradients and optimizer state are sharded over the ranks (FSDP2).
 
     Training starts from rank 0's weights. The model is sharded in place, unit by unit, so it need not fit on a device.
-    Gradients are reduced in every micro-batch, so a unit may take part in some micro-batches only, the same on all
-    ranks.
+    Gradients are reduced in every micro-batch, so micro-batches may leave units out, if all ranks leave out the same.
 
     sharding_strategy: FULL_SHARD gathers the parameters of a unit for its forward pass and again for its backward
     pass. SHARD_GRAD_OP keeps them gathered in between. HYBRID_SHARD is FULL_SHARD within groups of `shard_size` ranks
@@ -133,17 +130,16 @@ class FSDPTrainer(_DistributedTrainer):
         self._broadcast_from_rank_0_(model)
         units = self._sharding.units(model)
         shard_size = self._shard_size()
-        mesh = Mesh(ParallelDims.resolve("fsdp2", self.num_ranks, shard_size=shard_size), self.device.type)
+        self._mesh = Mesh(ParallelDims.resolve("fsdp2", self.num_ranks, shard_size=shard_size), self.device.type)
         on_cpu = self.device.type == "cpu"
         shard(
             model,
-            mesh.fsdp,
+            self._mesh.fsdp,
             units,
             param_dtype=torch.bfloat16 if self._gathers_bf16 and not on_cpu else None,
             reshard_after_forward=self._sharding.sharding_strategy != "SHARD_GRAD_OP",
             cpu_offload=self._sharding.cpu_offload and not on_cpu,
         )
-        self._parallel = ParallelModel(model, model, mesh)
         return model
 
     def _shard_size(self) -> int:

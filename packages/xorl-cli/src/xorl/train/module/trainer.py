@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from xorl.core.loss import IGNORE
+from xorl.core.mesh import Mesh
 from xorl.core.optim import scale_and_clip_
-from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import local_rank, world_size
 from xorl.train.module.loader import (
     Batch,
@@ -145,7 +145,7 @@ class Trainer:
         self.device = _device(device)
         self.step = 0
         self.model = model
-        self._parallel: ParallelModel | None = None
+        self._mesh: Mesh | None = None
         self._forward = self._place(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._lr = learning_rate if callable(learning_rate) else None
@@ -231,7 +231,7 @@ class Trainer:
     def _place(self, model: nn.Module) -> nn.Module:
         """Move or wrap `model`, in place, and return the module to call for the forward pass.
 
-        Sets `_parallel` if the model is placed on several ranks.
+        Sets `_mesh` if the model is placed on several ranks.
         """
         return model.to(self.device)
 
@@ -241,8 +241,8 @@ class Trainer:
 
     def _reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduce `tensor` over all ranks, in place."""
-        if self._parallel is not None:
-            dist.all_reduce(tensor, op=op, group=self._parallel.mesh.loss.group)
+        if self._mesh is not None:
+            dist.all_reduce(tensor, op=op, group=self._mesh.loss.group)
         return tensor
 
     def _next_group(self, epochs: int) -> list[Batch]:

@@ -32,7 +32,7 @@ class TextTokenizer:
 
     `special` are the named special tokens (bos_token, eos_token, ...), `special_texts` the texts of all special tokens,
     `templates` the chat templates by name. `adds_bos`: the tokenizer itself adds BOS to a text. `spaces_first`: it also
-    adds a space to the beginning of a text, but not behind a BOS that the text contains.
+    puts a space before a text, but not if the text itself begins with BOS.
     """
 
     folder: Path
@@ -84,9 +84,9 @@ class TextTokenizer:
         return str(self.special.get("eos_token") or "")
 
     def begin_of(self, text: str) -> str:
-        """The prefix for `text` with which it has the tokens that the tokenizer gives it, and may end with a space.
+        """What to write before `text`, so that without special tokens it is tokenized as it is alone, with them.
 
-        BOS if the tokenizer itself adds it and the text does not begin with it.
+        That is BOS, if the tokenizer itself adds it and the text does not begin with it, and a space if `spaces_first`.
         """
         bos = str(self.special.get("bos_token") or "")
         if not self.adds_bos or text.startswith(bos):
@@ -159,7 +159,7 @@ def load_tokenizer(folder: Path | str) -> TextTokenizer:
     spaces_first = adds_bos and _spaces_first(core, str(loaded.bos_token), with_special)
     tokenizer = TextTokenizer(
         folder=folder,
-        # Data that other tokenizers have prepared stay valid.
+        # Other tokenizers keep their hash, so the data prepared with them stays valid.
         content=digest(core.to_str(), named, sorted(templates.items()), *(["spaces_first"] if spaces_first else [])),
         core=core,
         special=special,
@@ -172,7 +172,7 @@ def load_tokenizer(folder: Path | str) -> TextTokenizer:
 
 
 def _spaces_first(core: Tokenizer, bos: str, expected: list[int]) -> bool:
-    """Whether "a" has the `expected` ids behind a BOS in the text if there is a space between them, and only then."""
+    """Whether "a" needs a space between it and a BOS in the text to get the `expected` ids."""
     plain, spaced = (core.encode(f"{bos}{space}a", add_special_tokens=False).ids for space in ("", " "))
     return expected[: len(plain)] != plain and expected[: len(spaced)] == spaced
 
